@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from kvline_server.http.neutral import CHAT, COMPLETION, EVERY
+from kvline_server.http.protocol.anthropic import MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.completions import CompletionRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
@@ -20,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "api-http.md"
 def test_every_field_is_on_the_page() -> None:
     named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text().partition("## What is not built")[0]))
     kinds: list[type[BaseModel]] = [CompletionRequest, ChatRequest, ResponsesRequest]
-    kinds += [TokenizeText, TokenizeChat, Detokenize]
+    kinds += [MessagesRequest, TokenizeText, TokenizeChat, Detokenize]
     assert not {name for kind in kinds for name in kind.model_fields} - named
 
 

@@ -41,6 +41,13 @@ def headers(*values: bytes) -> list[tuple[bytes, bytes]]:
         (headers(b"Bearer \xff\xfe"), False),
         (headers(f"Bearer {KEY}".encode(), b"Bearer other"), False),
         (headers(f"Bearer {KEY}".encode(), f"Bearer {KEY}".encode()), False),
+        ([(b"x-api-key", KEY.encode())], True),
+        ([*headers(f"Bearer {KEY}".encode()), (b"X-Api-Key", KEY.encode())], True),
+        ([*headers(f"Bearer {KEY}".encode()), (b"x-api-key", b"other")], False),
+        ([*headers(b"Bearer other"), (b"x-api-key", KEY.encode())], False),
+        ([*headers(b""), (b"x-api-key", KEY.encode())], False),
+        ([(b"x-api-key", b"")], False),
+        ([(b"x-api-key", KEY.encode()), (b"x-api-key", KEY.encode())], False),
     ],
 )
 def test_one_header_with_the_whole_key(
@@ -93,6 +100,14 @@ def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["WWW-Authenticate"] == "Bearer"
         assert KEY not in refused.text
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        refused = httpx.post(guarded.url + path, json={}, timeout=limit(5))
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+        known = httpx.post(
+            guarded.url + path, json={}, headers={"x-api-key": KEY}, timeout=limit(5)
+        )
+        assert known.status_code == 400 and known.json()["type"] == "error"
     assert httpx.get(f"{guarded.url}/v1/models", headers=good, timeout=limit(5)).status_code == 200
     answer = httpx.post(f"{guarded.url}/v1/completions", json=BODY, headers=good, timeout=limit(30))
     assert answer.json()["usage"]["completion_tokens"] == 2

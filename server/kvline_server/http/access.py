@@ -15,6 +15,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvline_server.errors import SecretMissing
+from kvline_server.http import error_forms
 from kvline_server.http.errors import Unauthorized
 
 MAX_KEY_BYTES = 4096
@@ -37,12 +38,17 @@ class Key:
             )
 
     def matches(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Whether there is exactly one Authorization header, with the key."""
-        values = [value for name, value in headers if name.lower() == b"authorization"]
-        if len(values) != 1 or values[0][: len(SCHEME)].lower() != SCHEME:
+        """Whether there is one Authorization header, or one x-api-key as Anthropic's clients send
+        it, with the key; where there are both, both have it."""
+        bearers = [value for name, value in headers if name.lower() == b"authorization"]
+        given = [value for name, value in headers if name.lower() == b"x-api-key"]
+        if len(bearers) > 1 or len(given) > 1 or not bearers + given:
             return False
-        given = hashlib.sha256(values[0][len(SCHEME) :].strip()).digest()
-        return hmac.compare_digest(given, self._now())
+        if bearers and bearers[0][: len(SCHEME)].lower() != SCHEME:
+            return False
+        given += [value[len(SCHEME) :] for value in bearers]
+        digests = [hashlib.sha256(value.strip()).digest() for value in given]
+        return all(hmac.compare_digest(digest, self._now()) for digest in digests)
 
     def _now(self) -> bytes:
         """The key's digest; if the file becomes unreadable, the last key stays valid."""
@@ -73,9 +79,9 @@ class Guard:
         guarded = scope["type"] == "http" and scope["path"] not in OPEN
         if guarded and not self._key.matches(scope["headers"]):
             wrong = Unauthorized(
-                "this service requires its API key: Authorization: Bearer KEY",
+                "this service requires its API key: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
             )
-            await wrong.response()(scope, receive, send)
+            await error_forms.response(wrong, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from kvline_server.http import error_forms
+from kvline_server.http.anthropic import Messages
 from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.errors import ApiError, EngineFailed, NotAllowed, NotFound
@@ -24,7 +26,7 @@ from kvline_server.http.responses import Responses
 from kvline_server.http.sending import respond, unless_gone
 from kvline_server.http.service import VERSION, Service
 from kvline_server.http.stream import events
-from kvline_server.http.tokenize import detokenize, tokenize
+from kvline_server.http.tokenize import count_tokens, detokenize, tokenize
 from kvline_server.http.translated import translated
 
 
@@ -34,6 +36,46 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
+    _add_answers(app, service)
+    _add_tokens(app, service)
+    _add_descriptions(app, service)
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _generate(service, request, CompletionRequest, Completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _generate(service, request, ChatRequest, Chat)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await translated(service, request, Responses())
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        return await translated(service, request, Messages())
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> Response:
+        return await count_tokens(service, request)
+
+    @app.post("/tokenize")
+    async def ids(request: Request) -> Response:
+        return await tokenize(service, request)
+
+    @app.post("/detokenize")
+    async def text(request: Request) -> Response:
+        return await detokenize(service, request)
+
+
+def _add_descriptions(app: FastAPI, service: Service) -> None:
+    """What other programs ask to know whom they talk to."""
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -60,28 +102,6 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return JSONResponse(card(service))
 
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        return await translated(service, request, Responses())
-
-    @app.post("/tokenize")
-    async def tokens(request: Request) -> Response:
-        return await tokenize(service, request)
-
-    @app.post("/detokenize")
-    async def text(request: Request) -> Response:
-        return await detokenize(service, request)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await _generate(service, request, CompletionRequest, Completion)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await _generate(service, request, ChatRequest, Chat)
-
-    return app
-
 
 async def _generate(
     service: Service,
@@ -105,20 +125,23 @@ async def _generate(
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error_forms.response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        response = NotAllowed("this route does not take that method").response()
+        wrong = NotAllowed("this route does not take that method")
+        response = error_forms.response(wrong, request.url.path)
         response.headers.update(error.headers or {})
         return response
-    return NotFound(
+    missing = NotFound(
         "no such route; this port serves /v1/completions, /v1/chat/completions, /v1/responses, "
+        "/v1/messages, /v1/messages/count_tokens, "
         "/v1/models, /v1/models/NAME, /tokenize, /detokenize, /version, /health and /ping",
         code="unknown_url",
-    ).response()
+    )
+    return error_forms.response(missing, request.url.path)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -127,4 +150,5 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return EngineFailed("the request failed inside the server").response()
+    failed = EngineFailed("the request failed inside the server")
+    return error_forms.response(failed, request.url.path)

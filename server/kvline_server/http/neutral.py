@@ -48,6 +48,11 @@ RESPONSES: Neutral = {
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
 }
+ANTHROPIC: Neutral = {
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+}
 TOKENIZE_CHAT: Neutral = {"add_special_tokens": (False,)}
 MESSAGE: Neutral = {
     "annotations": ([],),
@@ -55,7 +60,7 @@ MESSAGE: Neutral = {
 }
 TOOL_CALL: Neutral = {"provider_specific_fields": ({},)}
 # Of OpenAI's API, with no value that asks for nothing.
-UNSERVED = {"audio", "prediction", "web_search_options"}
+UNSERVED = {"audio", "container", "prediction", "web_search_options"}
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 

@@ -1,10 +1,12 @@
-"""/tokenize and /detokenize: the model's tokenizer, for clients that count or cut."""
+"""/tokenize and /detokenize: the model's tokenizer, for clients that count or cut; and Anthropic's
+count of a conversation's tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvline_server.http.anthropic_request import to_chat
 from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.conversation import asked, rendered
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.later import Later
+from kvline_server.http.protocol.anthropic import CountTokensRequest
+from kvline_server.http.protocol.chat import Conversation
 from kvline_server.http.protocol.strict import parse
 from kvline_server.http.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 from kvline_server.http.sending import respond
@@ -25,22 +30,45 @@ from kvline_server.http.tokens import Tokens
 ANY_LENGTH = 1 << 30  # tokens: what bounds a text is its bytes
 AT_ONCE = 1024  # ids or strings that are Python objects
 Ids = npt.NDArray[np.int32]
+Body = TokenizeText | Conversation
 
 
 async def tokenize(service: Service, request: Request) -> Response:
     with ExitStack() as stack:
-        stack.enter_context(service.admission.request())
-        raw = await read_json(request, stack.enter_context(service.bodies.hold()))
-        async with service.rendering:
-            turn = service.bodies.turn(len(raw))
-            async with turn:
-                body = _read(service, parse_object(raw))
-                del raw
-            make = await asyncio.to_thread(_prepared, service, body)
-            async with turn:
-                ids = await asyncio.to_thread(make)
+        body, ids = await _ids(service, request, stack, partial(_read, service))
         stack.enter_context(service.admission.room(0, 0, ids.nbytes))
-        return await respond(lambda: _answer(service, ids, body.return_token_strs), stack)
+        assert isinstance(body, TokenizeText | TokenizeChat)
+        strings = body.return_token_strs
+        return await respond(lambda: _answer(service, ids, strings), stack)
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """Anthropic's."""
+
+    def read(value: dict[str, Any]) -> Conversation:
+        body = parse(CountTokensRequest, value)
+        service.check_model(body.model)
+        return to_chat(body)
+
+    with ExitStack() as stack:
+        _, ids = await _ids(service, request, stack, read)
+        return await respond(lambda: {"input_tokens": len(ids)}, stack)
+
+
+async def _ids(
+    service: Service, request: Request, stack: ExitStack, read: Callable[[dict[str, Any]], Body]
+) -> tuple[Body, Ids]:
+    """The request as `read`, and its tokens."""
+    stack.enter_context(service.admission.request())
+    raw = await read_json(request, stack.enter_context(service.bodies.hold()))
+    async with service.rendering:
+        turn = service.bodies.turn(len(raw))
+        async with turn:
+            body = read(parse_object(raw))
+            del raw
+        make = await asyncio.to_thread(_prepared, service, body)
+        async with turn:
+            return body, await asyncio.to_thread(make)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -75,7 +103,7 @@ def _tokens(service: Service) -> Tokens:
     return service.generator.tokens
 
 
-def _prepared(service: Service, body: TokenizeText | TokenizeChat) -> Callable[[], Ids]:
+def _prepared(service: Service, body: Body) -> Callable[[], Ids]:
     """Renders a chat, which may take long and takes no turn. -> what tokenises"""
     tokens = _tokens(service)
     if isinstance(body, TokenizeText):

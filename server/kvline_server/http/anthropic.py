@@ -1,0 +1,163 @@
+"""Anthropic's /v1/messages: an answer as its content blocks, and its events in its order."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from kvline_server.http.anthropic_request import to_chat
+from kvline_server.http.chat import Chat
+from kvline_server.http.error_forms import anthropic_body
+from kvline_server.http.errors import ApiError
+from kvline_server.http.generate import Piece
+from kvline_server.http.output import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Event,
+    Reasoning,
+    Text,
+    events_of,
+)
+from kvline_server.http.protocol.anthropic import MessagesRequest
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.strict import parse
+from kvline_server.http.translated import Object, Sent, Used
+
+# By the kind of block: its field that grows, the name of a delta and of the delta's field.
+GROWING = {
+    "text": ("text", "text_delta", "text"),
+    "thinking": ("thinking", "thinking_delta", "thinking"),
+    "tool_use": ("input", "input_json_delta", "partial_json"),
+}
+
+
+class Messages:
+    id_prefix: ClassVar[str] = "msg_"
+
+    def read(self, value: Object) -> ChatRequest:
+        return to_chat(parse(MessagesRequest, value))
+
+    def begin(self, work: Chat) -> Iterator[Sent]:
+        """The first event has tokens of the prefix cache, which are known with the first token."""
+        self._work, self._last, self._begun = work, Piece(), False
+        self._blocks = Blocks()
+        return iter(())
+
+    def write(self, piece: Piece, used: Used) -> Iterator[Sent]:
+        self._last = piece
+        yield from self._start(used)
+        for event in events_of(piece):
+            for name, data in self._blocks.write(event):
+                yield name, {"type": name, **data}
+
+    def end(self, used: Used) -> Iterator[Sent]:
+        yield from self._start(used)
+        for name, data in self._blocks.close():
+            yield name, {"type": name, **data}
+        reason = {"stop_reason": self._reason(), "stop_sequence": self._last.stop}
+        self._done = self._message(used) | reason
+        yield "message_delta", {"type": "message_delta", "delta": reason, "usage": _usage(used)}
+        yield "message_stop", {"type": "message_stop"}
+
+    def fail(self, error: ApiError) -> Iterator[Sent]:
+        yield "error", anthropic_body(error)
+
+    def answer(self) -> Object:
+        return self._done
+
+    def _start(self, used: Used) -> Iterator[Sent]:
+        if not self._begun:
+            self._begun = True
+            message = self._message(Used(used.prompt, used.cached))
+            yield "message_start", {"type": "message_start", "message": message | {"content": []}}
+
+    def _message(self, used: Used) -> Object:
+        return {
+            "id": self._work.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._work.limits.served_name,
+            "content": self._blocks.done,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(used),
+        }
+
+    def _reason(self) -> str:
+        if self._last.finish == "length":
+            return "max_tokens"
+        if self._last.stop is not None:
+            return "stop_sequence"
+        called = any(block["type"] == "tool_use" for block in self._blocks.done)
+        return "tool_use" if called else "end_turn"
+
+
+def _usage(used: Used) -> Object:
+    """Anthropic counts the tokens of a prompt that were cached beside the others."""
+    return {
+        "input_tokens": used.prompt - used.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": used.cached,
+        "output_tokens": used.output,
+    }
+
+
+class Blocks:
+    """From what a model writes to content blocks and their events, without their types."""
+
+    def __init__(self) -> None:
+        self.done: list[Object] = []
+        self._open: Object | None = None
+        self._texts: list[str] = []  # of the open block
+
+    def write(self, event: Event) -> Iterator[Sent]:
+        if isinstance(event, Text):
+            yield from self._grow({"type": "text", "text": ""}, event.text)
+        elif isinstance(event, Reasoning):
+            yield from self._grow({"type": "thinking", "thinking": "", "signature": ""}, event.text)
+        elif isinstance(event, CallStart):
+            id = f"toolu_{secrets.token_hex(12)}"
+            yield from self._begin({"type": "tool_use", "id": id, "name": event.name, "input": {}})
+        elif isinstance(event, CallArguments):
+            yield self._delta(event.text)
+        elif isinstance(event, CallEnd):
+            yield from self.close()
+
+    def close(self) -> Iterator[Sent]:
+        if self._open is None:
+            return
+        block, text = self._open, "".join(self._texts)
+        self._open, self._texts = None, []
+        yield "content_block_stop", {"index": len(self.done)}
+        whole: Any = _object(text) if block["type"] == "tool_use" else text
+        self.done.append(block | {GROWING[block["type"]][0]: whole})
+
+    def _grow(self, block: Object, text: str) -> Iterator[Sent]:
+        """More of the open block, or a new one where that is of another kind."""
+        if self._open is None or self._open["type"] != block["type"]:
+            yield from self._begin(block)
+        yield self._delta(text)
+
+    def _begin(self, block: Object) -> Iterator[Sent]:
+        yield from self.close()
+        self._open = block
+        yield "content_block_start", {"index": len(self.done), "content_block": block}
+
+    def _delta(self, text: str) -> Sent:
+        assert self._open is not None
+        self._texts.append(text)
+        _, kind, field = GROWING[self._open["type"]]
+        delta = {"type": kind, field: text}
+        return "content_block_delta", {"index": len(self.done), "delta": delta}
+
+
+def _object(text: str) -> Object:
+    """The arguments of a call; of one that was cut nothing is known to be whole."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

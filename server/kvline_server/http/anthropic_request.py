@@ -1,0 +1,160 @@
+"""From Anthropic's /v1/messages to the chat request that means the same: pure, from models to a
+model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from kvline_server.http.errors import BadRequest
+from kvline_server.http.protocol import anthropic as kinds
+from kvline_server.http.protocol.anthropic import CountTokensRequest, MessagesRequest
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.strict import parse, parse_at
+
+Object = dict[str, Any]
+# Begins a text that Claude Code puts first, and that differs in each request: with it no prompt
+# would be in the prefix cache.
+BILLING = "x-anthropic-billing-header"
+LEFT_OUT = "web_search"  # what a model may do without; clients send it to every server
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def to_chat(request: CountTokensRequest) -> ChatRequest:
+    """Raises BadRequest with the place of what is wrong."""
+    made: Object = {"model": request.model, "messages": list(_messages(request))}
+    made["tools"] = list(_tools(request.tools or []))
+    made |= _choice(request.tool_choice) | _thinking(request)
+    last = made["messages"][-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        made["continue_final_message"] = True
+    if isinstance(request, MessagesRequest):
+        made |= {
+            "max_tokens": request.max_tokens,
+            "stop": request.stop_sequences,
+            "stream": request.stream,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "user": request.metadata and request.metadata.user_id,
+        }
+    return parse(ChatRequest, made)
+
+
+def _choice(given: kinds.AnthropicChoice | None) -> Object:
+    if given is None:
+        return {}
+    named = {"type": "function", "function": {"name": given.name}}
+    choice = {"tool_choice": CHOICES.get(given.type, named)}
+    return choice | ({"parallel_tool_calls": False} if given.disable_parallel_tool_use else {})
+
+
+def _thinking(request: CountTokensRequest) -> Object:
+    made: Object = {}
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+        made["chat_template_kwargs"] = {"enable_thinking": thinks}
+        made["thinking_token_budget"] = request.thinking.budget_tokens
+    if request.output_config is not None:
+        made["reasoning_effort"] = request.output_config.effort
+        if request.output_config.format is not None:
+            schema = {"name": "answer", "schema": request.output_config.format.schema_}
+            made["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return made
+
+
+def _tools(given: list[Any]) -> Iterator[Object]:
+    for index, tool in enumerate(given):
+        at = f"tools[{index}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind.startswith(LEFT_OUT):
+            continue
+        if isinstance(kind, str) and kind != "custom":
+            raise _unsupported(f"{at}.type", "must be custom; no other tools are supported here")
+        read = parse_at(kinds.AnthropicTool, tool, at)
+        function = {"name": read.name, "parameters": read.input_schema, "strict": read.strict}
+        yield {"type": "function", "function": function | {"description": read.description}}
+
+
+def _messages(request: CountTokensRequest) -> Iterator[Object]:
+    if request.system is not None:
+        texts = list(_texts(request.system, "system"))
+        system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
+        if system:
+            yield {"role": "system", "content": system}
+    for index, given in enumerate(request.messages):
+        at = f"messages[{index}]"
+        message = parse_at(kinds.AnthropicMessage, given, at)
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "system":
+            yield {"role": "system", "content": "".join(_texts(message.content, f"{at}.content"))}
+        elif message.role == "user":
+            yield from _of_user(message.content, f"{at}.content")
+        else:
+            yield _of_assistant(message.content, f"{at}.content")
+
+
+def _of_user(blocks: list[Any], at: str) -> Iterator[Object]:
+    """Results of tools are messages of their own."""
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        place = f"{at}[{index}]"
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            if texts:
+                yield {"role": "user", "content": "".join(texts)}
+                texts = []
+            read = parse_at(kinds.ToolResultBlock, block, place)
+            text = "".join(_texts(read.content or "", f"{place}.content"))
+            yield {"role": "tool", "tool_call_id": read.tool_use_id, "content": text}
+        else:
+            texts.append(_text(block, place))
+    if texts or not blocks:
+        yield {"role": "user", "content": "".join(texts)}
+
+
+def _of_assistant(blocks: list[Any], at: str) -> Object:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Object] = []
+    for index, block in enumerate(blocks):
+        place = f"{at}[{index}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use":
+            calls.append(_call(parse_at(kinds.ToolUseBlock, block, place)))
+        elif kind == "thinking":
+            thoughts.append(parse_at(kinds.ThinkingBlock, block, place).thinking)
+        elif kind == "redacted_thinking":
+            parse_at(kinds.RedactedBlock, block, place)
+        else:
+            texts.append(_text(block, place))
+    made: Object = {"role": "assistant", "content": "".join(texts)}
+    return (
+        made | {"reasoning": "".join(thoughts) or None} | ({"tool_calls": calls} if calls else {})
+    )
+
+
+def _call(block: kinds.ToolUseBlock) -> Object:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _texts(content: str | list[Any], at: str) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    else:
+        for index, block in enumerate(content):
+            yield _text(block, f"{at}[{index}]")
+
+
+def _text(block: Any, at: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise _unsupported(f"{at}.type", f"{kind[:40]} is not supported here, as there")
+    return parse_at(kinds.TextBlock, block, at).text
+
+
+def _unsupported(place: str, what: str) -> BadRequest:
+    return BadRequest(f"{place}: {what}", place, "unsupported_value")
