@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -19,6 +21,7 @@ from waiting import limit
 from kvline_server.http import responses
 from kvline_server.http.errors import BadRequest, TooMany
 from kvline_server.http.generate import Piece, RequestLimits
+from kvline_server.http.later import encode
 from kvline_server.http.output import (
     CallArguments,
     CallEnd,
@@ -201,7 +204,8 @@ def played(
     sent += made.end(Used(5, 4, 9, 2))
     assert [name for name, _ in sent] == [data["type"] for _, data in sent]
     assert [data["sequence_number"] for _, data in sent] == list(range(len(sent)))
-    return [EVENT.validate_python(data) for _, data in sent], Response(**made.answer())
+    whole = json.loads(b"".join(encode(made.answer())))
+    return [EVENT.validate_json(msgspec.json.encode(data)) for _, data in sent], Response(**whole)
 
 
 PART = ["response.output_item.added", "response.content_part.added"]
@@ -274,7 +278,7 @@ def test_an_error_is_the_last_event(error: Any, code: str) -> None:
     work: Any = SimpleNamespace(id="resp_x", request=chat, created=1, limits=limits)
     begun = list(made.begin(work))
     [(name, data)] = made.fail(error)
-    event = EVENT.validate_python(data)
+    event = EVENT.validate_json(msgspec.json.encode(data))
     assert name == event.type == "response.failed" and event.sequence_number == len(begun)
     assert (event.response.error.code, event.response.status) == (code, "failed")
 

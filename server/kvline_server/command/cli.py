@@ -84,7 +84,7 @@ def _add_ports(serve: argparse.ArgumentParser) -> None:
         "--tls-dir", type=Path, help="serve TLS with tls.crt and tls.key of this folder"
     )
     serve.add_argument(
-        "--api-key-file", type=Path, help="require the key in this file, but for /health"
+        "--api-key-file", type=Path, help="require the key in this file, but for /health and /ping"
     )
     serve.add_argument(
         "--host", default="::", help="default: every address, of IPv4 and IPv6, as for 0.0.0.0"

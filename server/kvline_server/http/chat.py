@@ -34,7 +34,7 @@ class Chat(Route[ChatRequest]):
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request = self.request
         self.rendered = self.generator.chat.render(rendered(request.messages), asked(request))
-        request.messages, request.documents = [], None  # they take memory
+        request.messages, request.documents, request.tools = [], None, None  # they take memory
         return self.rendered
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
+
 from kvline_server.http.chat import Chat
 from kvline_server.http.errors import ApiError
 from kvline_server.http.generate import Piece
@@ -36,7 +38,9 @@ class Responses:
     def read(self, value: Object) -> ChatRequest:
         self._asked = parse(ResponsesRequest, value)
         chat, self._names = to_chat(self._asked)
-        self._asked.input = ""  # it takes memory
+        # As the answer repeats them, which takes a fraction of their objects' memory.
+        self._tools = msgspec.Raw(msgspec.json.encode(self._asked.tools or []))
+        self._asked.input, self._asked.tools = "", None
         return chat
 
     def begin(self, work: Chat) -> Iterator[Sent]:
@@ -122,7 +126,7 @@ class Responses:
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": {k: v for k, v in format.items() if v is not None}},
             "tool_choice": "auto" if choice is None else _plain(choice),
-            "tools": asked.tools or [],
+            "tools": self._tools,
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
