@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
-from kvline_server.memory.pages import PAGE_SIZE, extend_chain, pages_for
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
 # H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
@@ -164,7 +164,7 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Enters full pages in the prefix cache, but for one whose last token is not read yet."""
         known = min(sequence.computed, len(sequence.tokens))
-        extend_chain(sequence.chain, sequence.tokens, known, sequence.params.cache_salt)
+        sequence.extend_chain(known)
         full = known // PAGE_SIZE
         for index in range(sequence.published, full):
             self.caches.publish(sequence.table, index, sequence.chain[index])
@@ -248,9 +248,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         """Starts a waiting sequence if its whole prompt fits, and a page for each running sequence
         beside it. Returns the rows it takes in this step, 0 if it does not fit."""
-        extend_chain(
-            sequence.chain, sequence.tokens, len(sequence.tokens), sequence.params.cache_salt
-        )
+        sequence.extend_chain(len(sequence.tokens))
         matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
         fits = self.caches.fits(matched, len(sequence.tokens), len(self.running))
         if not fits or self._shares_too_much(sequence, matched):
