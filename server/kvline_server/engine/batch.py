@@ -13,7 +13,7 @@ import numpy as np
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import sampling_metadata
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.scheduler import NO_DRAFTS, Kind, Work
 from kvline_server.kernels.layout import GroupLayout, Layout, starts
 from kvline_server.memory.caches import GroupPages
 from kvline_server.memory.pages import PAGE_SIZE
@@ -43,8 +43,6 @@ class Batch:
 
     def split(self, tokens: list[int]) -> list[list[int]]:
         """Those of each, of one token a sampled row."""
-        if not self.drafts:
-            return [[token] for token in tokens]
         each = iter(tokens)
         return [list(islice(each, count)) for count in self.counts]
 
@@ -58,32 +56,34 @@ def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     if drafting:  # those of as many rows are attended together
         decodes.sort(key=attrgetter("rows"))
     prompts = [w for w in work if w.kind is not decode] if len(decodes) < len(work) else []
-    ordered = decodes + prompts
-    rows, at = _Rows(drafting), 0
-    for w in ordered:
-        rows.add(w, at)
-        at += w.rows
+    rows = _Rows(decodes, drafting)
+    for w in prompts:
+        rows.add(w)
     tokens = _token_ids(decodes, prompts, drafting)
     single = 0 if drafting else len(decodes)
-    return rows.batch(tokens, _layout(ordered, single, len(decodes), cleared))
+    layout = _layout(decodes + prompts, single, len(decodes), cleared)
+    return rows.batch(tokens, layout)
 
 
 class _Rows:
     """Collects the rows that the LM head gets, and what is done with each."""
 
-    def __init__(self, drafting: bool) -> None:
+    def __init__(self, decodes: list[Work], drafting: bool) -> None:
+        """`decodes` are the step's first rows, each of which is sampled."""
         self.drafting = drafting
+        self.count = sum(w.rows for w in decodes) if drafting else len(decodes)
         self.scored_rows: list[np.ndarray] = []
         self.targets: list[int] = []
         self.scored: list[ScoredRun] = []
-        self.sampled_rows: list[int] = []
-        self.sampled: list[Sequence] = []
-        self.drafts: list[Items[int]] = []
+        self.sampled_rows = list(range(self.count))
+        self.sampled = [w.sequence for w in decodes]
+        self.drafts = [w.drafts for w in decodes] if drafting else []
 
-    def add(self, work: Work, at: int) -> None:
-        """Work whose rows begin at row `at` of the step."""
-        sequence, start, count, _, drafts = work
-        end = start + count
+    def add(self, work: Work) -> None:
+        """A prompt's rows, behind those before."""
+        sequence, start, count, _, _ = work
+        at, end = self.count, start + count
+        self.count += count
         if start < sequence.prompt_length - 1:  # the row of position p predicts the token at p + 1
             first = max(start + 1, sequence.first_scored)
             last = min(end, sequence.prompt_length - 1)
@@ -91,15 +91,11 @@ class _Rows:
                 self.scored_rows.append(np.arange(at + first - 1 - start, at + last - start))
                 self.targets += sequence.tokens[first : last + 1]
                 self.scored.append(ScoredRun(sequence, first, last - first + 1))
-        if drafts:
-            self.sampled_rows += range(at, at + count)
-        elif end == len(sequence.tokens) + sequence.pending:
+        if end == len(sequence.tokens) + sequence.pending:
             self.sampled_rows.append(at + count - 1)
-        else:
-            return
-        self.sampled.append(sequence)
-        if self.drafting:
-            self.drafts.append(drafts)
+            self.sampled.append(sequence)
+            if self.drafting:
+                self.drafts.append(NO_DRAFTS)
 
     def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
         sampled = self.sampled

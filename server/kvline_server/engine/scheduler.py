@@ -10,6 +10,7 @@ because the budget was validated with a full-length one.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence as Items
 from enum import Enum
@@ -165,10 +166,10 @@ class Scheduler:
         """Enters full pages in the prefix cache, but for one whose last token is not read yet."""
         known = min(sequence.computed, len(sequence.tokens))
         sequence.extend_chain(known)
-        full = known // PAGE_SIZE
-        for index in range(sequence.published, full):
-            self.caches.publish(sequence.table, index, sequence.chain[index])
-        sequence.published = max(sequence.published, full)
+        first, full = sequence.published, known // PAGE_SIZE
+        if full > first:
+            self.caches.publish(sequence.table, first, sequence.chain[first:full])
+            sequence.published = full
 
     def _decode(self, ready: list[Sequence], budget: int, work: list[Work]) -> int:
         """A row for each, the common case: most have room in their last page. Draft tokens are
@@ -185,8 +186,9 @@ class Scheduler:
                 drafts = self._drafts(sequence, spare)
                 spare -= len(drafts)
                 count += len(drafts)
-            if sequence.computed + count <= sequence.table.pages * PAGE_SIZE:
-                work.append(Work(sequence, sequence.computed, count, decode, drafts))
+            start = sequence.computed
+            if start + count <= sequence.table.pages * PAGE_SIZE:
+                work.append(Work(sequence, start, count, decode, drafts))
             else:
                 count = self._continue(sequence, count, work, drafts)
             rows += count
@@ -260,7 +262,8 @@ class Scheduler:
         sequence.table = matched
         sequence.computed = matched.pages * PAGE_SIZE
         sequence.published = matched.pages
-        if not sequence.preemptions:
+        if sequence.waited is None:
+            sequence.waited = time.monotonic() - sequence.submitted
             sequence.cached = sequence.computed
         return self._chunk(sequence, budget, work)
 

@@ -34,9 +34,11 @@ def extend_chain(
     part, by its index: its hash keys this page's and so all later ones', so that it is no text that
     could be read as tokens."""
     while (end := (len(chain) + 1) * PAGE_SIZE) <= upto:
-        extra = extras.get(len(chain))
-        key = hashlib.blake2b(extra).digest() if extra else b""
-        digest = hashlib.blake2b(chain[-1] if chain else b"", digest_size=16, key=key)
+        before = chain[-1] if chain else b""
+        if extras and (extra := extras.get(len(chain))):
+            digest = hashlib.blake2b(before, digest_size=16, key=hashlib.blake2b(extra).digest())
+        else:
+            digest = hashlib.blake2b(before, digest_size=16)
         digest.update(array("i", tokens[end - PAGE_SIZE : end]).tobytes())
         chain.append(digest.digest())
 
