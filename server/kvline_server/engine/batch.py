@@ -145,17 +145,15 @@ def _layout(
     counts[single:] = [w.rows for w in work[single:]]
     first = np.asarray([w.start for w in work], dtype=np.int32)
     row_starts = starts(counts)
-    if len(work) == single:
-        positions, owners = first, None
-    else:
+    positions, repeats = first, None
+    if len(work) != single:
         # Row r of sequence s is at position first[s] + (r - row_starts[s]).
-        rows = np.arange(row_starts[-1], dtype=np.int32)
+        rows, repeats = np.arange(row_starts[-1], dtype=np.int32), counts
         positions = rows + np.repeat(first - row_starts[:-1], counts)
-        owners = np.repeat(np.arange(len(work)), counts)
-    lengths, held = first + counts, [w.sequence.table.groups for w in work]
+    lengths, tables = first + counts, [w.sequence.table for w in work]
     groups = [
-        _group([of[group] for of in held], lengths, positions, owners, np.asarray(each, np.int64))
-        for group, each in zip(range(len(held[0])), chain(cleared, repeat(())), strict=False)
+        _group([t.groups[at] for t in tables], lengths, positions, repeats, np.asarray(own, "i8"))
+        for at, own in zip(range(len(tables[0].groups)), chain(cleared, repeat(())), strict=False)
     ]
     return Layout(decodes, row_starts, positions, tuple(groups))
 
@@ -164,16 +162,15 @@ def _group(
     held: list[GroupPages],
     lengths: np.ndarray,
     positions: np.ndarray,
-    owners: np.ndarray | None,
+    repeats: np.ndarray | None,
     cleared: np.ndarray,
 ) -> GroupLayout:
-    """Of each sequence's pages and tokens. `owners` are the sequences of the rows; None: each has
-    one."""
+    """Of each sequence's pages and tokens. `repeats` are the rows of each; None: one."""
     firsts = [each.first for each in held]
     if any(firsts):
         behind = np.asarray(firsts, dtype=np.int32)
         lengths = lengths - behind * PAGE_SIZE
-        positions = positions - (behind if owners is None else behind[owners]) * PAGE_SIZE
+        positions = positions - PAGE_SIZE * (behind if repeats is None else behind.repeat(repeats))
     counts = -(-lengths // PAGE_SIZE)
     own = [each.pages for each in held]
     tables = [
@@ -182,9 +179,9 @@ def _group(
     ]
     pages = np.frombuffer(bytearray().join(tables), dtype=np.int32)
     page_starts = starts(counts)
-    if owners is None:
+    if repeats is None:
         page = pages[page_starts[1:] - 1]
     else:
-        page = pages[page_starts[owners] + positions // PAGE_SIZE]
+        page = pages[page_starts[:-1].repeat(repeats) + positions // PAGE_SIZE]
     slots = page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
     return GroupLayout(lengths, page_starts, pages, slots, cleared)
