@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from engines import engine, finish
 from grammar_kit import (
     SIZE,
     Grammars,
@@ -28,6 +29,7 @@ from grammar_kit import (
     wake,
     write_model,
 )
+from jsonschema import Draft202012Validator
 from waiting import eventually, limit, settles, within
 
 from kvline_server.grammars import matchers
@@ -36,7 +38,10 @@ from kvline_server.grammars.grammar import Grammar
 from kvline_server.grammars.keeper import FULL
 from kvline_server.grammars.matchers import Masks, Matchers
 from kvline_server.grammars.messages import Wanted
+from kvline_server.http.tokens import Tokens
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.options.grammars import COMPILE_SECONDS, MIB, SMALL, GrammarBounds
+from kvline_server.worker.step import Step, TokenMasks
 
 pytestmark = pytest.mark.process
 T = TypeVar("T")
@@ -144,6 +149,56 @@ def test_answers_of_two_connections_follow_their_grammars(shared: Grammars, tmp_
         else:
             assert text in (b"yes", b"no") if id % 3 == 1 else text.isdigit() and len(text) == 4
     made.close()
+
+
+def test_an_engine_of_random_weights_answers_as_its_grammars_say(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Masks of the process, in the steps of an engine: several sequences, one without a grammar."""
+    grammars = Grammars(tiny_model, tmp_path / "scratch")
+    made = engine(tiny_model)
+    masks, launch, seen = grammars.matchers(), made.executor.launch, dict[int, int]()
+
+    def masked(step: Step) -> Any:
+        at = {s.request_index: s for s in made.scheduler.running}
+        own = [at[index] for index in step.sampled_requests.tolist()]
+        rows = [row for row, sequence in enumerate(own) if sequence.id in seen]
+        wanted = []
+        for at_row, sequence in enumerate(own[row] for row in rows):
+            new = sequence.tokens[seen[sequence.id] :]
+            seen[sequence.id] = len(sequence.tokens)
+            wanted.append(Wanted(sequence.id, new, [], at_row))
+        masks.ask(wanted)
+        assert not masks.wait().failed
+        words = masks.table[: len(rows)].reshape(-1)
+        return launch(replace(step, masks=TokenMasks(np.array(rows, np.int64), words)))
+
+    made.executor.launch = masked  # type: ignore[method-assign]
+    (quote, brace) = (Tokens(tiny_model).encode(text)[0] for text in '"}')
+
+    async def work(compiler: Compiler) -> dict[int, str]:
+        async with compiler.compiled(JSON) as key:
+            for id in range(6):
+                bias = {quote: 8.0, brace: 8.0}
+                made.submit(id, [5, 6, 7], SamplingParams(80, seed=id, logit_bias=bias))
+                if id:
+                    masks.begin(id, key)
+                    seen[id] = 3
+            found = finish(made)
+        return {
+            id: Tokens(tiny_model).decode([token for each in outputs for token in each.tokens])
+            for id, outputs in found.items()
+            if id and outputs[-1].finish == "stop"
+        }
+
+    try:
+        texts = run(grammars, work)
+    finally:
+        masks.close()
+        grammars.stop()
+    assert len(texts) >= 3, "some end"
+    for text in texts.values():
+        Draft202012Validator(SCHEMA).validate(json.loads(text.removesuffix("<|end|>")))
 
 
 def test_a_grammar_is_compiled_once_and_a_refused_one_tried_once(shared: Grammars) -> None:
