@@ -36,6 +36,7 @@ from kvline_contract.launch import (
 from kvline_contract.report import Result
 from kvline_server.engine.engine import Engine
 from kvline_server.engine_process import start as engine_start
+from kvline_server.engine_process.preamble import collect_rarely
 from kvline_server.ipc.messages import Progress
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
@@ -94,6 +95,8 @@ def start(
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
     at most `running` running requests or kvline's default. Without `max_model_len` the model's own
     context is sought."""
+    gc.collect()
+    collect_rarely()
     with tempfile.TemporaryDirectory() as scratch:
         folder, load = Path(name), LoadFormat.WEIGHTS
         if name in SHAPES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -100,6 +102,8 @@ def fullest(letter: str = "d") -> SizingReport:
             (rank(letter),) * MAX_RANKS,
             ("9" * 48,) * MAX_GEMM_KERNELS,
             "d" * 16,
+            MAX_INTEGER,
+            MAX_INTEGER,
         ),
         FAILURE,
         (letter * 512,) * MAX_WARNINGS,
@@ -138,6 +142,24 @@ def longest(value: Any, key: str) -> int:
     return max(
         [len(own) if isinstance(own, list) else 0, *(longest(v, key) for v in value.values())]
     )
+
+
+def at_default(value: Any) -> Iterator[str]:
+    """The fields, at any depth, that a document would leave out or that have nothing in them."""
+    if isinstance(value, tuple):
+        for item in value[-1:]:
+            yield from at_default(item)
+    elif dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            own = getattr(value, each.name)
+            if own == each.default:
+                yield f"{type(value).__name__}.{each.name}"
+            yield from at_default(own)
+
+
+def test_the_fullest_report_has_every_field() -> None:
+    """A field that is added to the documents must be added here, or the bound is not tested."""
+    assert list(at_default(fullest())) == []
 
 
 def test_the_fullest_report_is_within_its_bytes_and_read_again_as_it_was() -> None:

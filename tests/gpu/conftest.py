@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvline_server.memory.cuda import CudaArena
 from kvline_server.model.config import ModelConfig, Rope
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,6 +20,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in (i for i in items if i.get_closest_marker("gpu")):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture(autouse=True)
+def unmapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test's arenas map goes back with it: a server has one arena, until it ends."""
+    made: list[CudaArena] = []
+    begin = CudaArena.__init__
+
+    def noted(arena: CudaArena, *arguments: Any) -> None:
+        begin(arena, *arguments)
+        made.append(arena)
+
+    monkeypatch.setattr(CudaArena, "__init__", noted)
+    yield
+    for arena in made:
+        arena.resize(0)
 
 
 @pytest.fixture

@@ -165,5 +165,6 @@ def test_an_engine_that_drafts_gives_the_tokens_of_one_that_does_not(
     print(f"{same} of {len(got)} requests have the same tokens")
     assert same >= 30
     assert drafting.steps < 0.8 * plain.steps
-    assert drafting.speculation.accepted > 0.3 * drafting.speculation.drafted
+    # Of seven drafts that are right with 0.67 each, those before the first wrong one: 0.27.
+    assert drafting.speculation.accepted > 0.2 * drafting.speculation.drafted
     assert worker(drafting).graphs is not None

@@ -19,7 +19,8 @@ from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projecti
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.shard import Shard, tokens
-from kvline_server.worker.step import Table
+from kvline_server.worker.step import MASK_BITS, Table, TokenMasks, mask_words
+from kvline_server.worker.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.gpu
 HEADS = (8, 2, 128)  # queries, keys and values, size: the kernels of rows do not depend on it
@@ -156,6 +157,33 @@ def test_ranks_parts_of_scores_and_draws_are_those_of_whole_rows(ranks: int) -> 
     logits_of = torch.cat([part.top_logits for part in parts], dim=1)
     values = logits_of.sort(dim=1, descending=True).values[:, :20] - normalisers.unsqueeze(1)
     torch.testing.assert_close(values[some], whole.top_values[some], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_masks_are_the_reference_s(ranks: int, dtype: torch.dtype) -> None:
+    """Bit for bit, on each rank's part; and no token is drawn that is not allowed."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    kernels, rows, size = FlashInferKernels(*HEADS), 64, 128_259
+    rng = np.random.default_rng(0)
+    logits = torch.randn(rows, size).to(dtype)
+    words = rng.integers(-(2**31), 2**31, (rows // 2, mask_words(size)), dtype=np.int32)
+    masks = TokenMasks(np.arange(0, rows, 2), words.reshape(-1))
+    for own in (tokens(size, Shard(rank, ranks)) for rank in range(ranks)):
+        want = logits[:, own.start : own.stop].contiguous()
+        got, first = want.cuda(), own.start % MASK_BITS
+        at, bits = TorchKernels().upload(masks.rows, masks.within(own))
+        TorchKernels().sampling.mask(want, at, bits, first)
+        at, bits = kernels.upload(masks.rows, masks.within(own))
+        kernels.sampling.mask(got, at, bits.view(len(at), -1), first)
+        assert torch.equal(got.cpu(), want)
+    ones = np.ones(rows, np.float32)
+    keys = rng.integers(0, 2**64, rows, dtype=np.uint64)
+    metadata = SamplingMetadata(ones, (0 * ones).astype(np.int32), ones, 0 * ones, keys)
+    chosen = Vocabulary(kernels, size).sample(logits.cuda(), metadata, (), masks).cpu()
+    drawn = chosen[::2].numpy()
+    assert (words[np.arange(rows // 2), drawn // MASK_BITS] >> drawn % MASK_BITS & 1).all()
 
 
 def table(kernels: Kernels, logits: torch.Tensor, targets: np.ndarray) -> Table:

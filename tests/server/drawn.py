@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from chats import encode
 from engines import engine, finish, worker
+from masked import forbid
 from ties import draw_of, settled
 
 from kvline_server.engine.engine import Engine
@@ -17,7 +18,7 @@ from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import SamplingMetadata
-from kvline_server.worker.step import LogitsEdits
+from kvline_server.worker.step import NO_MASKS, LogitsEdits, TokenMasks
 from kvline_server.worker.vocabulary import apply
 
 
@@ -32,15 +33,20 @@ class Drawn:
         self.vocabulary.sample = self.noted  # type: ignore[method-assign]
 
     def noted(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, edits: tuple[LogitsEdits, ...] = ()
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        edits: tuple[LogitsEdits, ...] = (),
+        masks: TokenMasks = NO_MASKS,
     ) -> torch.Tensor:
         edited = logits.clone()
         for each in edits:
             apply(self.vocabulary.kernels, edited, each)
+        forbid(edited, masks)
         for key, row in zip(metadata.keys.tolist(), edited, strict=True):
             assert key not in self.rows, "two requests of the same seed"
             self.rows[key] = row
-        return self.sample(logits, metadata, edits)
+        return self.sample(logits, metadata, edits, masks)
 
     def logits(self, params: SamplingParams, count: int) -> torch.Tensor:
         """Of a request's first tokens. [count, vocabulary]"""

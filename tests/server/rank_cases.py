@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from drawn import Drawn
 from engines import finish, mapped, worker
+from masked import mask_one
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Scores
@@ -97,7 +98,9 @@ REQUESTS: dict[int, tuple[int, dict[str, Any]]] = {  # prompt tokens, what is as
     4: (33, {"temperature": 1.0, "seed": 5, "min_p": 0.02, "logprobs": 4}),
     5: (9, {"temperature": 0.0, "frequency_penalty": 0.7, "repetition_penalty": 1.3}),
     6: (9, {"temperature": 1.1, "seed": 6, "top_p": 0.8, "logit_bias": {3: 4.0, 290: 5.0}}),
+    7: (12, {"temperature": 1.3, "seed": 7, "logit_bias": {11: 3.0, 12: 30.0}, "logprobs": 5}),
 }
+MASKED, ALLOWED = 7, range(11, 307, 40)  # a request that may have these tokens only
 TOKENS = 8  # of each output
 LISTS = ("prompt_logprobs", "logprobs")
 
@@ -139,6 +142,7 @@ def made_by(case: Case, group: Group) -> dict[str, np.ndarray]:
     which of them are so near to one another that several ranks may choose otherwise."""
     made, alone = engine(case, group), group.ranks == 1
     drawn = Drawn(made) if alone else None
+    mask_one(made, MASKED, ALLOWED, case.model.vocabulary)
     for id, (length, asked) in REQUESTS.items():
         every = {name: case.model.vocabulary for name in LISTS if alone and name in asked}
         made.submit(id, [(31 * id + 7 * i) % 300 for i in range(length)], params(id, **every))

@@ -13,12 +13,19 @@ import httpx
 import pytest
 from scripted import Scripted
 
+from kvline_server.formats.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Event,
+    Reasoning,
+    Text,
+)
 from kvline_server.http import anthropic
 from kvline_server.http.anthropic import Messages
 from kvline_server.http.anthropic_request import BILLING, to_chat
 from kvline_server.http.errors import BadRequest, EngineFailed, NotFound, TooMany, Unavailable
 from kvline_server.http.generate import Piece, RequestLimits
-from kvline_server.http.output import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from kvline_server.http.protocol.anthropic import MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.strict import parse
@@ -179,8 +186,8 @@ def played(
 def test_events_come_in_anthropic_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = [
         *(Reasoning("h"), Reasoning("m"), Text("Wai"), Text("t.")),
-        *(CallStart(0, "f"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}"), CallEnd(0)),
-        *(CallStart(1, "g"), CallEnd(1)),
+        *(CallStart(0, "f"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}"), CallEnd(0, True)),
+        *(CallStart(1, "g"), CallEnd(1, True)),
     ]
     sent, whole = played(events, "stop", monkeypatch)
     started = ("message_start", None)

@@ -6,10 +6,12 @@ from __future__ import annotations
 from itertools import takewhile
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from kvline_server.engine.request import Sequence
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.pages import DUMMY_PAGE, PagePool, extend_chain, pages_for
 
 
@@ -125,25 +127,46 @@ def test_chains_name_the_whole_prefix() -> None:
     assert pages_for(17) == 2
 
 
-def keys(tokens: list[int], salt: str = "") -> list[bytes]:
+def keys(tokens: list[int], extras: dict[int, bytes] | None = None) -> list[bytes]:
     chain: list[bytes] = []
-    extend_chain(chain, tokens, len(tokens), salt)
+    extend_chain(chain, tokens, len(tokens), extras or {})
     return chain
 
 
 def test_no_page_has_the_same_key_under_two_salts() -> None:
     tokens = list(range(64))
-    by_salt = [keys(tokens, salt) for salt in ("", "a", "b", "a" * 256)]
-    assert all(len(set(same)) == len(by_salt) for same in zip(*by_salt, strict=True))
-    assert keys(tokens, "a") == by_salt[1]
-    chain = by_salt[1][:2]
-    extend_chain(chain, tokens, 64, "a")  # later pages have it from the first one
-    assert chain == by_salt[1]
+    salts = ("", "a", "b", "a" * 256)
+    chains = [Sequence(0, tokens, 64, SamplingParams(1, cache_salt=salt)) for salt in salts]
+    for one in chains:
+        one.extend_chain(32)
+        one.extend_chain(64)  # later pages have it from the first one
+    by_salt = [one.chain for one in chains]
+    assert all(len(set(same)) == len(salts) for same in zip(*by_salt, strict=True))
+    assert keys(tokens) == by_salt[0]
+
+
+EXTRAS = st.dictionaries(st.integers(0, 3), st.sampled_from([b"a", b"b", b"ab"]))
+
+
+@given(EXTRAS, EXTRAS, st.integers(0, 4))
+def test_two_prefixes_share_the_pages_before_the_first_other_extra_part(
+    one: dict[int, bytes], other: dict[int, bytes], begun: int
+) -> None:
+    """Of the same token ids, as two images or two adapters have."""
+    tokens = [7] * 64
+    differ = [index for index in range(4) if one.get(index) != other.get(index)]
+    same = min(differ, default=4)
+    a, b = keys(tokens, one), keys(tokens, other)
+    assert a[:same] == b[:same]
+    assert not set(a[same:]) & set(b[same:])
+    continued = a[:begun]
+    extend_chain(continued, tokens, 64, one)
+    assert continued == a
 
 
 def test_a_salt_cannot_stand_for_tokens() -> None:
     """Else its client would find the second page of a prompt that is not theirs as the first one,
     with keys and values of other positions."""
     whole = [ord(c) for c in "a page of tokens" * 2]
-    first = b"".join(token.to_bytes(4, "little") for token in whole[:16]).decode()
-    assert keys(whole[16:], first)[0] not in keys(whole)
+    first = b"".join(token.to_bytes(4, "little") for token in whole[:16])
+    assert keys(whole[16:], {0: first})[0] not in keys(whole)

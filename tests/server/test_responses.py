@@ -18,11 +18,7 @@ from pydantic import TypeAdapter
 from scripted import Scripted
 from waiting import limit
 
-from kvline_server.http import responses
-from kvline_server.http.errors import BadRequest, TooMany
-from kvline_server.http.generate import Piece, RequestLimits
-from kvline_server.http.later import encode
-from kvline_server.http.output import (
+from kvline_server.formats.events import (
     CallArguments,
     CallEnd,
     CallStart,
@@ -30,6 +26,10 @@ from kvline_server.http.output import (
     Reasoning,
     Text,
 )
+from kvline_server.http import responses
+from kvline_server.http.errors import BadRequest, TooMany
+from kvline_server.http.generate import Piece, RequestLimits
+from kvline_server.http.later import encode
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
 from kvline_server.http.protocol.strict import parse
@@ -179,10 +179,10 @@ ANSWER: list[Event] = [
     CallStart(0, "f"),
     CallArguments(0, '{"a"'),
     CallArguments(0, ": 1}"),
-    CallEnd(0),
+    CallEnd(0, True),
     CallStart(1, "crm.f"),
     CallArguments(1, "{}"),
-    CallEnd(1),
+    CallEnd(1, True),
     Text("So."),
 ]
 
@@ -255,6 +255,15 @@ def test_a_cut_answer_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call.type == "function_call" and (call.arguments, call.status) == ('{"a', "incomplete")
     output: list[Any] = list(whole.output)
     assert [item.status for item in output] == ["completed", "incomplete"]
+
+
+def test_a_call_whose_arguments_are_no_object_is_incomplete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Event] = [CallStart(0, "f"), CallArguments(0, "{"), CallEnd(0, False), Text("a")]
+    _, whole = played(events, "stop", monkeypatch)
+    output: list[Any] = list(whole.output)
+    assert [item.status for item in output] == ["incomplete", "completed"]
 
 
 def test_the_answer_repeats_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

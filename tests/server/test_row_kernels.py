@@ -51,7 +51,7 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kernel", ["score", "draw", *cubins.CHAINED])
+@pytest.mark.parametrize("kernel", ["score", "draw", "mask", *cubins.CHAINED])
 def test_a_kernel_that_starts_early_waits_before_it_reads(
     kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -172,6 +172,34 @@ for part in logits[:, :700], logits[:, 700:]:
     want, (_, ranks, normalisers) = reference.shard_scores(part, chosen, 0), score(part, chosen, 1)
     torch.testing.assert_close(normalisers, want.normalisers)
     assert (ranks == want.above + 1).all()
+"""
+
+
+MASK = """
+import numpy as np, torch, triton.language as tl
+from kvline_server.kernels import triton_kernels
+from kvline_server.kernels.torch_sampling import TorchSampling
+from kvline_server.model.shard import Shard, tokens
+from kvline_server.worker.step import MASK_BITS, TokenMasks, mask_words
+
+rows, vocabulary, BLOCK = 6, 1203, 256
+torch.manual_seed(3)
+logits = torch.randn(rows, vocabulary)
+bits = torch.randint(-(1 << 31), 1 << 31, (3, mask_words(vocabulary)), dtype=torch.int32)
+bits[1, 5:9], bits[2, 20:] = 0, -1
+masks = TokenMasks(np.array([0, 2, 5]), bits.numpy().reshape(-1))
+for ranks in (1, 2, 3, 5):
+    for own in (tokens(vocabulary, Shard(rank, ranks)) for rank in range(ranks)):
+        part = logits[:, own.start : own.stop]
+        at, words = torch.from_numpy(masks.rows), torch.from_numpy(masks.within(own))
+        first, blocks = own.start % MASK_BITS, -(-len(own) // BLOCK)
+        want, got = part.clone(), part.clone()
+        TorchSampling().mask(want, at, words, first)
+        triton_kernels.mask[(len(at) * blocks,)](
+            got, got.stride(0), at, words, words.shape[1], len(own), first, blocks, BLOCK=BLOCK
+        )
+        assert torch.equal(got, want)
+        assert want.isinf().any() and torch.equal(want[[1, 3, 4]], part[[1, 3, 4]])
 """
 
 
@@ -314,8 +342,8 @@ for normed in (0, 1):
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "script",
-    [SCORE, DRAW, ONE_ROW, LL, WRITE_FP8],
-    ids=["score", "draw", "one_row", "one_shot_ll", "write_fp8"],
+    [SCORE, DRAW, MASK, ONE_ROW, LL, WRITE_FP8],
+    ids=["score", "draw", "mask", "one_row", "one_shot_ll", "write_fp8"],
 )
 def test_the_gpu_s_kernels_are_the_reference_s(script: str) -> None:
     """In Triton's interpreter. Tokens are the same ones: the same noise from the same keys, and

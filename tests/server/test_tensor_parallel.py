@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from near import FLIPPED, TOLERANCE, flips, same_ranking, same_ranks, same_values
-from rank_cases import CASES, RANKS, REQUESTS, TOKENS, params
+from rank_cases import ALLOWED, CASES, MASKED, RANKS, REQUESTS, TOKENS, params
 from ties import mostly_same, same_tokens
 from waiting import limit
 
@@ -42,13 +42,15 @@ def read(folder: Path, name: str, ranks: int, rank: int) -> dict[str, np.ndarray
 
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_ranks_give_one_rank_s_answers(folder: Path, name: str, ranks: int) -> None:
-    """Greedy, seeded with filters and without, with penalties and biases; prompt logprobs."""
+    """Greedy, seeded with filters and without, with penalties, biases and a mask; prompt
+    logprobs."""
     want = read(folder, name, 1, 0)
     first = read(folder, name, ranks, 0)
     assert first.keys() == want.keys() - {f"{id}.logits" for id in REQUESTS}
     assert len(first["0.prompt.top_values"]) == 4 and first["1.prompt.top_ids"].shape == (69, 3)
     assert first["0.output.top_ids"].shape == (TOKENS, 20)
     assert first["2.output.top_ids"].shape == (TOKENS, 0)
+    assert {*first[f"{MASKED}.tokens"].tolist()} <= {*ALLOWED}
     allowed = 0  # requests that have another number in their caches
     if "cache" in want:
         caches = [read(folder, name, ranks, rank)["cache"] for rank in range(ranks)]

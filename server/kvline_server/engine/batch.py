@@ -13,7 +13,7 @@ import numpy as np
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import sampling_metadata
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.scheduler import NO_DRAFTS, Kind, Work
 from kvline_server.kernels.layout import GroupLayout, Layout, starts
 from kvline_server.memory.caches import GroupPages
 from kvline_server.memory.pages import PAGE_SIZE
@@ -43,8 +43,6 @@ class Batch:
 
     def split(self, tokens: list[int]) -> list[list[int]]:
         """Those of each, of one token a sampled row."""
-        if not self.drafts:
-            return [[token] for token in tokens]
         each = iter(tokens)
         return [list(islice(each, count)) for count in self.counts]
 
@@ -58,32 +56,34 @@ def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     if drafting:  # those of as many rows are attended together
         decodes.sort(key=attrgetter("rows"))
     prompts = [w for w in work if w.kind is not decode] if len(decodes) < len(work) else []
-    ordered = decodes + prompts
-    rows, at = _Rows(drafting), 0
-    for w in ordered:
-        rows.add(w, at)
-        at += w.rows
+    rows = _Rows(decodes, drafting)
+    for w in prompts:
+        rows.add(w)
     tokens = _token_ids(decodes, prompts, drafting)
     single = 0 if drafting else len(decodes)
-    return rows.batch(tokens, _layout(ordered, single, len(decodes), cleared))
+    layout = _layout(decodes + prompts, single, len(decodes), cleared)
+    return rows.batch(tokens, layout)
 
 
 class _Rows:
     """Collects the rows that the LM head gets, and what is done with each."""
 
-    def __init__(self, drafting: bool) -> None:
+    def __init__(self, decodes: list[Work], drafting: bool) -> None:
+        """`decodes` are the step's first rows, each of which is sampled."""
         self.drafting = drafting
+        self.count = sum(w.rows for w in decodes) if drafting else len(decodes)
         self.scored_rows: list[np.ndarray] = []
         self.targets: list[int] = []
         self.scored: list[ScoredRun] = []
-        self.sampled_rows: list[int] = []
-        self.sampled: list[Sequence] = []
-        self.drafts: list[Items[int]] = []
+        self.sampled_rows = list(range(self.count))
+        self.sampled = [w.sequence for w in decodes]
+        self.drafts = [w.drafts for w in decodes] if drafting else []
 
-    def add(self, work: Work, at: int) -> None:
-        """Work whose rows begin at row `at` of the step."""
-        sequence, start, count, _, drafts = work
-        end = start + count
+    def add(self, work: Work) -> None:
+        """A prompt's rows, behind those before."""
+        sequence, start, count, _, _ = work
+        at, end = self.count, start + count
+        self.count += count
         if start < sequence.prompt_length - 1:  # the row of position p predicts the token at p + 1
             first = max(start + 1, sequence.first_scored)
             last = min(end, sequence.prompt_length - 1)
@@ -91,15 +91,11 @@ class _Rows:
                 self.scored_rows.append(np.arange(at + first - 1 - start, at + last - start))
                 self.targets += sequence.tokens[first : last + 1]
                 self.scored.append(ScoredRun(sequence, first, last - first + 1))
-        if drafts:
-            self.sampled_rows += range(at, at + count)
-        elif end == len(sequence.tokens) + sequence.pending:
+        if end == len(sequence.tokens) + sequence.pending:
             self.sampled_rows.append(at + count - 1)
-        else:
-            return
-        self.sampled.append(sequence)
-        if self.drafting:
-            self.drafts.append(drafts)
+            self.sampled.append(sequence)
+            if self.drafting:
+                self.drafts.append(NO_DRAFTS)
 
     def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
         sampled = self.sampled
@@ -149,17 +145,15 @@ def _layout(
     counts[single:] = [w.rows for w in work[single:]]
     first = np.asarray([w.start for w in work], dtype=np.int32)
     row_starts = starts(counts)
-    if len(work) == single:
-        positions, owners = first, None
-    else:
+    positions, repeats = first, None
+    if len(work) != single:
         # Row r of sequence s is at position first[s] + (r - row_starts[s]).
-        rows = np.arange(row_starts[-1], dtype=np.int32)
+        rows, repeats = np.arange(row_starts[-1], dtype=np.int32), counts
         positions = rows + np.repeat(first - row_starts[:-1], counts)
-        owners = np.repeat(np.arange(len(work)), counts)
-    lengths, held = first + counts, [w.sequence.table.groups for w in work]
+    lengths, tables = first + counts, [w.sequence.table for w in work]
     groups = [
-        _group([of[group] for of in held], lengths, positions, owners, np.asarray(each, np.int64))
-        for group, each in zip(range(len(held[0])), chain(cleared, repeat(())), strict=False)
+        _group([t.groups[at] for t in tables], lengths, positions, repeats, np.asarray(own, "i8"))
+        for at, own in zip(range(len(tables[0].groups)), chain(cleared, repeat(())), strict=False)
     ]
     return Layout(decodes, row_starts, positions, tuple(groups))
 
@@ -168,16 +162,15 @@ def _group(
     held: list[GroupPages],
     lengths: np.ndarray,
     positions: np.ndarray,
-    owners: np.ndarray | None,
+    repeats: np.ndarray | None,
     cleared: np.ndarray,
 ) -> GroupLayout:
-    """Of each sequence's pages and tokens. `owners` are the sequences of the rows; None: each has
-    one."""
+    """Of each sequence's pages and tokens. `repeats` are the rows of each; None: one."""
     firsts = [each.first for each in held]
     if any(firsts):
         behind = np.asarray(firsts, dtype=np.int32)
         lengths = lengths - behind * PAGE_SIZE
-        positions = positions - (behind if owners is None else behind[owners]) * PAGE_SIZE
+        positions = positions - PAGE_SIZE * (behind if repeats is None else behind.repeat(repeats))
     counts = -(-lengths // PAGE_SIZE)
     own = [each.pages for each in held]
     tables = [
@@ -186,9 +179,9 @@ def _group(
     ]
     pages = np.frombuffer(bytearray().join(tables), dtype=np.int32)
     page_starts = starts(counts)
-    if owners is None:
+    if repeats is None:
         page = pages[page_starts[1:] - 1]
     else:
-        page = pages[page_starts[owners] + positions // PAGE_SIZE]
+        page = pages[page_starts[:-1].repeat(repeats) + positions // PAGE_SIZE]
     slots = page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
     return GroupLayout(lengths, page_starts, pages, slots, cleared)

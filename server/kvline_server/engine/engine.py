@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Literal
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.request import Scores, Sequence
-from kvline_server.engine.scheduler import NO_DRAFTS, Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.engine.speculation import Speculation, accepted
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import NO_TOKEN
@@ -101,7 +100,6 @@ class Engine:
         begun = time.monotonic()
         work = self.scheduler.schedule()
         if work:
-            _admit(work)
             batch = batches.build(work, self.caches.to_clear())
             now = time.monotonic()
             launched = self.executor.launch(batch.step)
@@ -137,50 +135,72 @@ class Engine:
             batch, results = launched.batch, launched.step.wait()
             _distribute(batch, results)
             scores, before = _listed(batch, results), len(out)
-            every = batch.drafts or repeat(NO_DRAFTS)
-            each = zip(batch.sampled, every, batch.split(results.tokens.tolist()), strict=False)
-            for at, (sequence, drafts, new) in enumerate(each):
-                if not sequence.ended:
-                    out.append(self._publish(sequence, new, drafts, scores.get(at)))
+            sampled = results.tokens.tolist()
+            if batch.drafts:
+                each = zip(batch.sampled, batch.drafts, batch.split(sampled), strict=True)
+                for at, (sequence, drafts, own) in enumerate(each):
+                    if not sequence.ended:
+                        out.append(self._publish_drafted(sequence, own, drafts, scores.get(at)))
+            else:  # the common case
+                for at, (sequence, token) in enumerate(zip(batch.sampled, sampled, strict=True)):
+                    if not sequence.ended:
+                        out.append(self._publish(sequence, token, scores.get(at)))
             if self.speculation is not None:
                 self._note(self.speculation, launched, sum(len(o.tokens) for o in out[before:]))
         return out
 
-    def _publish(
-        self, sequence: Sequence, sampled: list[int], drafts: Items[int], scores: Scores | None
-    ) -> Output:
-        """What was `sampled` behind its last token and `drafts`, with the scores of each."""
-        tokens = sequence.tokens
-        if NO_TOKEN in sampled or sequence.not_finite:
-            self.scheduler.fail(sequence)
-            self.abort(sequence.id)
-            return Output(sequence, [], None, "error")
-        first = len(tokens) == sequence.prompt_length
-        sequence.pending -= len(sampled)
-        if drafts:
-            del sampled[1 + accepted(drafts, sampled) :]
-        finish: FinishReason | None = None
-        if len(sampled) >= (room := sequence.limit - len(tokens)):
-            del sampled[max(1, room) :]  # max_tokens is 0 for prompt logprobs alone
-            finish = "length"
-        for token in sampled:
-            if token in self.eos_token_ids and not sequence.params.ignore_eos:
-                del sampled[sampled.index(token) + 1 :]
-                finish = "stop"
-                break
-        tokens += sampled
-        self.scheduler.confirm(sequence, len(tokens) - 1)
-        if drafts:
-            self.scheduler.truncate(sequence, len(tokens) - 1)
-            scores = scores and scores.rows(0, len(sampled))
-            self._count(len(drafts), len(sampled) - 1)
-        out = Output(sequence, sampled, scores, finish)
-        if finish is not None:
-            self.abort(sequence.id)
-        if first and sequence.scores:
+    def _publish(self, sequence: Sequence, token: int, scores: Scores | None) -> Output:
+        """What was sampled behind its last token."""
+        if token == NO_TOKEN or sequence.not_finite:
+            return self._fail(sequence)
+        sequence.pending -= 1
+        known = len(sequence.tokens)
+        finish = self._append(sequence, token)
+        self.scheduler.confirm(sequence, known)
+        out = Output(sequence, [token], scores, finish)
+        if known == sequence.prompt_length and sequence.scores:
             out.prompt_scores = join(sequence.scores)
             sequence.scores = []
+        if finish is not None:
+            self.abort(sequence.id)
         return out
+
+    def _publish_drafted(
+        self, sequence: Sequence, sampled: list[int], drafts: Items[int], scores: Scores | None
+    ) -> Output:
+        """What was sampled behind its last token and `drafts`, with the scores of each."""
+        if not drafts:
+            return self._publish(sequence, sampled[0], scores)
+        if NO_TOKEN in sampled:
+            return self._fail(sequence)
+        sequence.pending -= len(sampled)
+        new: list[int] = []
+        finish: FinishReason | None = None
+        for token in sampled[: 1 + accepted(drafts, sampled)]:
+            new.append(token)
+            finish = self._append(sequence, token)
+            if finish is not None:
+                break
+        computed = len(sequence.tokens) - 1
+        self.scheduler.confirm(sequence, computed)
+        self.scheduler.truncate(sequence, computed)
+        self._count(len(drafts), len(new) - 1)
+        if finish is not None:
+            self.abort(sequence.id)
+        return Output(sequence, new, scores and scores.rows(0, len(new)), finish)
+
+    def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """-> whether it ends there. With max_tokens 0 only a prompt's logprobs were asked for."""
+        sequence.tokens.append(token)
+        if token in self.eos_token_ids and not sequence.params.ignore_eos:
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.limit else None
+
+    def _fail(self, sequence: Sequence) -> Output:
+        """After a result of it that was not finite."""
+        self.scheduler.fail(sequence)
+        self.abort(sequence.id)
+        return Output(sequence, [], None, "error")
 
     def _count(self, drafted: int, accepted: int) -> None:
         if self.speculation is not None:
@@ -198,14 +218,6 @@ class Engine:
             seconds = now - max(launched.at, self._read_at)
             speculation.costs.add(layout.rows, tokens, seconds, launched.host)
         self._read_at = now
-
-
-def _admit(work: list[Work]) -> None:
-    """Records the time in the queue of sequences in their first step."""
-    now = time.monotonic()
-    for sequence, _, _, _, _ in work:
-        if sequence.waited is None:
-            sequence.waited = now - sequence.submitted
 
 
 def _listed(batch: batches.Batch, results: Results) -> dict[int, Scores]:

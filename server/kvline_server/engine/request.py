@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.caches import PageTable
-from kvline_server.memory.pages import pages_for
+from kvline_server.memory.pages import NO_EXTRAS, extend_chain, pages_for
 
 if TYPE_CHECKING:  # penalties has the sequences of this module
     from kvline_server.engine.ngrams import Ngrams
@@ -53,7 +54,8 @@ class Sequence:
     params: SamplingParams
     computed: int = 0
     table: PageTable = field(default_factory=PageTable)
-    chain: list[bytes] = field(default_factory=list)  # hashes of its full pages
+    chain: list[bytes] = field(default_factory=list)  # keys of its full pages
+    extras: Mapping[int, bytes] = field(init=False)  # extra parts of these keys, by page
     published: int = 0  # full pages that the prefix cache knows
     confirmed: int = 0  # computed tokens on which a result that was read as finite depends
     scored: int = 0  # prompt positions whose logprob has left the engine; survives preemption
@@ -77,9 +79,14 @@ class Sequence:
         p = self.params
         self.limit = self.prompt_length + p.max_tokens
         self.has_penalties = p.has_penalties
+        self.extras = {0: p.cache_salt.encode()} if p.cache_salt else NO_EXTRAS
         self.sampling_row = _PACK(
             p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK
         )
+
+    def extend_chain(self, upto: int) -> None:
+        """Appends the keys of pages that are full within its first `upto` tokens."""
+        extend_chain(self.chain, self.tokens, upto, self.extras)
 
     @property
     def length(self) -> int:

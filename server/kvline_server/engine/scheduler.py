@@ -10,6 +10,7 @@ because the budget was validated with a full-length one.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence as Items
 from enum import Enum
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
-from kvline_server.memory.pages import PAGE_SIZE, extend_chain, pages_for
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
 # H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
@@ -164,11 +165,11 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Enters full pages in the prefix cache, but for one whose last token is not read yet."""
         known = min(sequence.computed, len(sequence.tokens))
-        extend_chain(sequence.chain, sequence.tokens, known, sequence.params.cache_salt)
-        full = known // PAGE_SIZE
-        for index in range(sequence.published, full):
-            self.caches.publish(sequence.table, index, sequence.chain[index])
-        sequence.published = max(sequence.published, full)
+        sequence.extend_chain(known)
+        first, full = sequence.published, known // PAGE_SIZE
+        if full > first:
+            self.caches.publish(sequence.table, first, sequence.chain[first:full])
+            sequence.published = full
 
     def _decode(self, ready: list[Sequence], budget: int, work: list[Work]) -> int:
         """A row for each, the common case: most have room in their last page. Draft tokens are
@@ -185,8 +186,9 @@ class Scheduler:
                 drafts = self._drafts(sequence, spare)
                 spare -= len(drafts)
                 count += len(drafts)
-            if sequence.computed + count <= sequence.table.pages * PAGE_SIZE:
-                work.append(Work(sequence, sequence.computed, count, decode, drafts))
+            start = sequence.computed
+            if start + count <= sequence.table.pages * PAGE_SIZE:
+                work.append(Work(sequence, start, count, decode, drafts))
             else:
                 count = self._continue(sequence, count, work, drafts)
             rows += count
@@ -248,9 +250,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         """Starts a waiting sequence if its whole prompt fits, and a page for each running sequence
         beside it. Returns the rows it takes in this step, 0 if it does not fit."""
-        extend_chain(
-            sequence.chain, sequence.tokens, len(sequence.tokens), sequence.params.cache_salt
-        )
+        sequence.extend_chain(len(sequence.tokens))
         matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
         fits = self.caches.fits(matched, len(sequence.tokens), len(self.running))
         if not fits or self._shares_too_much(sequence, matched):
@@ -262,7 +262,8 @@ class Scheduler:
         sequence.table = matched
         sequence.computed = matched.pages * PAGE_SIZE
         sequence.published = matched.pages
-        if not sequence.preemptions:
+        if sequence.waited is None:
+            sequence.waited = time.monotonic() - sequence.submitted
             sequence.cached = sequence.computed
         return self._chunk(sequence, budget, work)
 

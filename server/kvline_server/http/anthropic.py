@@ -7,20 +7,20 @@ import secrets
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from kvline_server.http.anthropic_request import to_chat
-from kvline_server.http.chat import Chat
-from kvline_server.http.error_forms import anthropic_body
-from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Piece
-from kvline_server.http.output import (
+from kvline_server.formats.events import (
     CallArguments,
     CallEnd,
     CallStart,
     Event,
     Reasoning,
     Text,
-    events_of,
 )
+from kvline_server.http.anthropic_request import to_chat
+from kvline_server.http.chat import Chat
+from kvline_server.http.error_forms import anthropic_body
+from kvline_server.http.errors import ApiError
+from kvline_server.http.generate import Piece
+from kvline_server.http.output import events_of
 from kvline_server.http.protocol.anthropic import MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.strict import parse

@@ -1,41 +1,11 @@
-"""What a model writes, as events: text, reasoning, and calls of tools with their arguments."""
+"""What a model has written, as events: the one place where they are read from a sequence's text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from kvline_server.formats.events import Event, Text
 from kvline_server.http.generate import Piece
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    index: int
-    text: str  # a piece of JSON
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnd:
-    index: int
-
-
-Event = Text | Reasoning | CallStart | CallArguments | CallEnd
 
 
 def events_of(piece: Piece) -> Iterable[Event]:

@@ -11,19 +11,19 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvline_server.http.chat import Chat
-from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Piece
-from kvline_server.http.later import Later
-from kvline_server.http.output import (
+from kvline_server.formats.events import (
     CallArguments,
     CallEnd,
     CallStart,
     Event,
     Reasoning,
     Text,
-    events_of,
 )
+from kvline_server.http.chat import Chat
+from kvline_server.http.errors import ApiError
+from kvline_server.http.generate import Piece
+from kvline_server.http.later import Later
+from kvline_server.http.output import events_of
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
 from kvline_server.http.protocol.strict import parse
@@ -170,10 +170,10 @@ class Items:
         elif isinstance(event, CallArguments):
             yield self._delta(event.text)
         elif isinstance(event, CallEnd):
-            yield from self.close()
+            yield from self.close("completed" if event.complete else "incomplete")
 
     def close(self, status: str = "completed") -> Iterator[Sent]:
-        """Ends the open item; `status` says whether all of it is there."""
+        """Ends the open item; `status`: whether all of it is there."""
         if self._open is None:
             return
         item, text = self._open, "".join(self._texts)

@@ -10,6 +10,7 @@ from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 
 BLOCK, WARPS = 4096, 8
 DRAW_PARTS = 8  # programs of a row: few rows must keep the GPU busy
+MASK_WARPS = 4
 ALIGN = 16
 LOGITS = (torch.bfloat16, torch.float32)
 
@@ -54,9 +55,19 @@ def draw(
     return chosen
 
 
+def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first: int) -> None:
+    """Sampling.mask. A program for each block of a row's tokens, so that few rows keep the GPU
+    busy; it reads the words and writes minus infinity, and reads no logit."""
+    (masked, count), tokens = words.shape, logits.shape[1]
+    blocks = -(-tokens // BLOCK)
+    where = logits, logits.stride(0), rows, words, count
+    launch(_mask_variant(logits.dtype), masked * blocks, *where, tokens, first, blocks)
+
+
 def variants() -> Iterator[Variant]:
-    """All variants that `score` and `draw` launch."""
+    """All variants that `score`, `draw` and `mask` launch."""
     for dtype in LOGITS:
+        yield _mask_variant(dtype)
         for aligned in (False, True):
             for targets in (torch.int64, torch.float32):
                 yield _score_variant(dtype, targets, aligned)
@@ -84,3 +95,8 @@ def _draw_variant(dtype: torch.dtype, logits: bool, ranks: bool, aligned: bool) 
     constants = {"LOGITS": int(logits), "MERGED": int(ranks), "BLOCK": BLOCK, "PARTS": DRAW_PARTS}
     where = (0, 1, 8) if aligned else ()
     return Variant("draw", arguments, where, tuple(constants.items()), warps=WARPS)
+
+
+def _mask_variant(dtype: torch.dtype) -> Variant:
+    arguments = (f"*{TRITON_TYPES[dtype]}", "i32", "*i64", "*i32", "i32", "i32", "i32", "i32")
+    return Variant("mask", arguments, (), (("BLOCK", BLOCK),), warps=MASK_WARPS)

@@ -17,6 +17,11 @@ class GpuSampling(Sampling):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def mask(
+        self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first: int
+    ) -> None:
+        cuda_rows.mask(logits, rows, words, first)
+
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         values, ranks, normalisers = cuda_rows.score(logits, targets)
         ids, best = _most_likely(logits, top)

@@ -45,6 +45,14 @@ class ShardScores:
 
 class Sampling(ABC):
     @abstractmethod
+    def mask(
+        self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first: int
+    ) -> None:
+        """Makes the logits of tokens whose bit is 0 minus infinity, in place. The first token's bit
+        is the one numbered `first` of a row's first word, counted from the lowest. logits [rows,
+        tokens], rows int64 [masked], words int32 [masked, words]"""
+
+    @abstractmethod
     def shard_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> ShardScores:
         """What a rank knows of some rows' scores, from raw logits of its own tokens and `chosen`,
         each row's logit of its target, float32 [rows]. [rows, tokens]"""

@@ -23,6 +23,16 @@ from kvline_server.kernels.sampling import (
 
 
 class TorchSampling(Sampling):
+    def mask(
+        self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first: int
+    ) -> None:
+        tokens, shifts = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=logits.device)
+        # One row after the other: all bits as bytes of their own would be memory beside the logits.
+        for row, own in zip(rows.tolist(), words, strict=True):
+            bits = (own.view(torch.uint8).unsqueeze(1) >> shifts) & 1
+            forbidden = bits.view(-1)[first : first + tokens] == 0
+            logits[row].masked_fill_(forbidden, -math.inf)
+
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
         part = self.shard_scores(logits, chosen, top)

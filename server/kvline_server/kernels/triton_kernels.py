@@ -3,10 +3,10 @@
 `score` runs one program per row of logits, reads each once and needs no fp32 copy of the chunk.
 `draw` runs several per row, and derives its noise from the row's key and the token id
 (kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
-the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
-where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
-one row with the norm before it, the activation or the sum after it. `one_shot` and `one_shot_ll`
-are all-reduces of few rows.
+the batch. `mask` forbids the tokens that a grammar does not allow. `write` runs one program per row
+of a step, between the QKV GEMM and attention: QK norm where the model has it, rotary embedding,
+keys and values into the cache. `one_row` is a linear of one row with the norm before it, the
+activation or the sum after it. `one_shot` and `one_shot_ll` are all-reduces of few rows.
 Reference: kernels/torch_*.py; the tests compare the two.
 """
 
@@ -145,6 +145,22 @@ def draw(
     good = (top > least) & (top < float("inf"))
     token = tl.where(good, found + first, -1).to(tl.int64)
     tl.store(chosen + row, _ordered(top, token) if MERGED else token, mask=last)
+
+
+@triton.jit
+def mask(logits, stride, rows, words, count, tokens, first, blocks, BLOCK: tl.constexpr):
+    """Minus infinity where a token's bit is 0: of token t the bit `first` + t of the row's words,
+    of which there are `count`."""
+    row = tl.program_id(0) // blocks
+    token = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    bit = token + first
+    own = words + row.to(tl.int64) * count
+    word = tl.load(own + (bit >> 5), mask=inside, other=-1)
+    forbidden = ((word >> (bit & 31)) & 1) == 0
+    start_of_row = logits + tl.load(rows + row) * stride
+    infinity = tl.full((BLOCK,), float("-inf"), logits.dtype.element_ty)
+    tl.store(start_of_row + token, infinity, mask=inside & forbidden)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ take.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvline_server.memory.groups import first_page, pages_at_most
@@ -35,11 +34,6 @@ class PageTable:
     def tokens(self) -> int:
         """That have pages, in whole pages."""
         return self.pages * PAGE_SIZE
-
-    def between(self, first: int, last: int) -> Iterator[array[int]]:
-        """In each group, those of the sequence's pages first..last that it still has there."""
-        for group in self.groups:
-            yield group.pages[max(0, first - group.first) : max(0, last - group.first)]
 
 
 class Caches:
@@ -67,13 +61,17 @@ class Caches:
         """Pages of the longest prefix of `hashes` which every group has as much of as the next
         query sees."""
         count = self._reach(hashes)
-        table = PageTable(tuple(GroupPages(self._first(g, count)) for g in self._every), count)
-        for group, pool in zip(table.groups, self.pools, strict=True):
-            group.pages.extend(pool.hold(hashes[group.first : count]))
-        return table
+        groups = []
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            first = first_page(window, count)
+            groups.append(GroupPages(first, array("i", pool.hold(hashes[first:count]))))
+        return PageTable(tuple(groups), count)
 
     def _reach(self, hashes: list[bytes]) -> int:
         """Pages of that prefix."""
+        if not self.windowed:
+            missing = (at for at, digest in enumerate(hashes) if not self.pools[0].has(digest))
+            return next(missing, len(hashes))
         found, runs = 0, [0] * len(self.pools)
         for count, digest in enumerate(hashes, 1):
             for group, pool in enumerate(self.pools):
@@ -96,6 +94,8 @@ class Caches:
         """Whether a sequence of so many tokens can run on with these pages, step by step, and
         `beside` more pages be taken then."""
         missing = pages_for(tokens) - table.pages
+        if not self.windowed:
+            return self.pools[0].can_take(max(0, missing) + beside)
         for pool, most, group in zip(self.pools, self._most, table.groups, strict=True):
             held = min(missing, most - len(group.pages)) if most else missing
             if not pool.can_take(max(0, held) + (beside if pool is self.pools[0] else 0)):
@@ -106,8 +106,9 @@ class Caches:
         """Takes the pages that so many tokens lack. -> whether it could; else none is taken"""
         missing = pages_for(tokens) - table.pages
         if missing > 0:
-            if not all(pool.can_take(missing) for pool in self.pools):
-                return False
+            for pool in self.pools:
+                if not pool.can_take(missing):
+                    return False
             for pool, group in zip(self.pools, table.groups, strict=True):
                 group.pages.extend(pool.take(missing))
             table.pages += missing
@@ -124,16 +125,17 @@ class Caches:
                 del group.pages[:left]
                 group.first += left
 
-    def publish(self, table: PageTable, index: int, digest: bytes) -> None:
-        """Enters a sequence's full page in the prefix cache."""
-        for pool, pages in zip(self.pools, table.between(index, index + 1), strict=True):
-            if pages:
-                pool.publish(pages[0], digest)
+    def publish(self, table: PageTable, first: int, hashes: list[bytes]) -> None:
+        """Enters a sequence's full pages from `first` on in the prefix cache, by these hashes."""
+        for pool, group in zip(self.pools, table.groups, strict=True):
+            at = first - group.first
+            for page, digest in zip(group.pages[max(0, at) :], hashes[max(0, -at) :], strict=False):
+                pool.publish(page, digest)
 
     def confirm(self, table: PageTable, first: int, last: int) -> None:
         """After a finite result that depends on all that was written to pages first..last."""
-        for pool, pages in zip(self.pools, table.between(first, last), strict=True):
-            pool.confirm(pages)
+        for pool, group in zip(self.pools, table.groups, strict=True):
+            pool.confirm(group.pages[max(0, first - group.first) : max(0, last - group.first)])
 
     def retract(self, table: PageTable, hashes: list[bytes]) -> None:
         """After a result that was not finite, of a sequence with these pages, or with these hashes

@@ -13,32 +13,34 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 PAGE_SIZE = 16  # tokens; the fastest for the kernels
 DUMMY_PAGE = 0
+NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
 
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
-def extend_chain(chain: list[bytes], tokens: list[int], upto: int, salt: str = "") -> None:
+def extend_chain(
+    chain: list[bytes], tokens: list[int], upto: int, extras: Mapping[int, bytes] = NO_EXTRAS
+) -> None:
     """Appends the keys of pages that are full within tokens[:upto]. A page's key is a hash of all
-    tokens up to its end: cryptographic and chained, so that different prefixes do not collide. Each
-    `salt` has keys of its own: the first page's is keyed with it, so that it is no text that could
-    be read as tokens."""
+    tokens up to its end: cryptographic and chained, so that different prefixes do not collide. What
+    keys and values depend on beside token ids, or with whom a page may be shared, is a page's extra
+    part, by its index: its hash keys this page's and so all later ones', so that it is no text that
+    could be read as tokens."""
     while (end := (len(chain) + 1) * PAGE_SIZE) <= upto:
-        if chain:
-            digest = hashlib.blake2b(chain[-1], digest_size=16)
+        before = chain[-1] if chain else b""
+        if extras and (extra := extras.get(len(chain))):
+            digest = hashlib.blake2b(before, digest_size=16, key=hashlib.blake2b(extra).digest())
         else:
-            digest = hashlib.blake2b(digest_size=16, key=_key(salt))
+            digest = hashlib.blake2b(before, digest_size=16)
         digest.update(array("i", tokens[end - PAGE_SIZE : end]).tobytes())
         chain.append(digest.digest())
-
-
-def _key(salt: str) -> bytes:
-    return hashlib.blake2b(salt.encode()).digest() if salt else b""
 
 
 class PagePool:

@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from kvline_server.options.grammars import GrammarBounds
 from kvline_server.options.options import Options
 
 
@@ -59,3 +60,11 @@ class RankArguments(ChildArguments, kw_only=True):
     ranks: SharedByRanks
     engine_fd: int  # socket to rank 0
     root: int
+
+
+class GrammarArguments(ChildArguments, kw_only=True):
+    """Of the process that starts those of grammars."""
+
+    listen_fd: int  # to which HTTP and the engine connect
+    rows_fd: int  # shared memory for masks
+    bounds: GrammarBounds

@@ -18,6 +18,7 @@ class Timeouts:
     drain: float = 120.0
     leave: float = names.PRE_STOP_SECONDS  # until the last client knows that the pod ends
     rank: float = 30.0  # without a pulse of one of several ranks
+    grammars: float = 10.0  # without a pulse of the process that fills masks
     poll: float = 0.1
     gate: float = 1.0
 

@@ -13,9 +13,10 @@ from kvline_server.ipc.sampling_params import MAX_BIASES
 from kvline_server.kernels.layout import GroupLayout
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel.record import WORD, Record
-from kvline_server.worker.step import LogitsEdits, Step
+from kvline_server.worker.step import LogitsEdits, Step, mask_words
 
 _STEP, _GROUP, _LOGITS_EDITS = Record(Step), Record(GroupLayout), Record(LogitsEdits)
+_MASK_WORD = 4  # bytes
 _PAGE = mmap.PAGESIZE
 _LINE = 8  # int64 in a cache line: readers do not share one
 
@@ -30,7 +31,9 @@ def step_bytes(
     pages = running * pages_for(length)
     penalties, biases = (running * min(ranks * n, vocabulary) for n in (length, MAX_BIASES))
     of_groups = groups * (_GROUP.size(most) + WORD * pages)
-    return _STEP.size(most) + of_groups + _LOGITS_EDITS.size(penalties) + _LOGITS_EDITS.size(biases)
+    masks = most * mask_words(vocabulary) * _MASK_WORD
+    edits = _LOGITS_EDITS.size(penalties) + _LOGITS_EDITS.size(biases)
+    return _STEP.size(most) + of_groups + edits + masks
 
 
 class Steps:

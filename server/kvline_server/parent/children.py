@@ -22,11 +22,13 @@ from kvline_server.ipc.messages import Channel, Message
 from kvline_server.options.arguments import (
     ChildArguments,
     EngineArguments,
+    GrammarArguments,
     HttpArguments,
     RankArguments,
     SharedByRanks,
 )
 from kvline_server.options.clients import ClientLimits
+from kvline_server.options.grammars import GrammarBounds
 from kvline_server.options.options import Options
 
 STREAM_SECONDS = 3.0  # until the control sockets of children that have ended are at their end
@@ -43,6 +45,10 @@ ENGINE_MALLOC = {
 
 # An HTTP process returns the memory of a large body at once.
 HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+
+# Grammars that are dropped leave their memory to the next ones, or to the kernel.
+GRAMMAR_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+GRAMMAR_BACKLOG = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -132,6 +138,32 @@ def start_http(
     started = [start(index, listener) for index, listener in enumerate(listeners)]
     os.close(counted)
     return started
+
+
+def listen_for_grammars(path: Path) -> socket.socket:
+    """To which HTTP and the engine connect for grammars, also while their process is replaced."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(GRAMMAR_BACKLOG)
+    return listener
+
+
+def start_grammars(
+    options: Options, bounds: GrammarBounds, listener: socket.socket, rows: int
+) -> Child:
+    """`rows`: a memfd for masks, which the engine has too."""
+
+    def make(control_fd: int, others: list[int]) -> GrammarArguments:
+        return GrammarArguments(
+            options=options,
+            control_fd=control_fd,
+            listen_fd=listener.fileno(),
+            rows_fd=rows,
+            bounds=bounds,
+        )
+
+    fds = (listener.fileno(), rows)
+    return _spawn("kvline_server.grammars.process", make, GRAMMAR_MALLOC, fds, 0)
 
 
 def start_engine(

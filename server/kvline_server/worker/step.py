@@ -42,6 +42,39 @@ class LogitsEdits:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that some of the sampled rows may get, a bit each: token t is bit t % 32 of word
+    t // 32. Every row allows one token or more; all rows have as many words."""
+
+    rows: NDArray[np.int64]  # [masked], of the sampled rows, in their order
+    words: NDArray[np.int32]  # [masked * words of a row]
+
+    def between(self, first: int, last: int) -> TokenMasks:
+        """Those of rows first..last, which become rows 0..last - first."""
+        a, b = np.searchsorted(self.rows, (first, last))
+        return TokenMasks(self.rows[a:b] - first, self._table()[a:b].reshape(-1))
+
+    def within(self, own: range) -> NDArray[np.int32]:
+        """The words that have some tokens, which may begin and end within a word.
+        -> [masked, words]"""
+        columns = slice(own.start // MASK_BITS, -(-own.stop // MASK_BITS))
+        return np.ascontiguousarray(self._table()[:, columns])
+
+    def _table(self) -> NDArray[np.int32]:
+        masked = len(self.rows)
+        return self.words.reshape(masked, len(self.words) // masked if masked else 0)
+
+
+MASK_BITS = 32  # tokens of a word
+NO_MASKS = TokenMasks(np.empty(0, np.int64), np.empty(0, np.int32))
+
+
+def mask_words(vocabulary: int) -> int:
+    """Of a row."""
+    return -(-vocabulary // MASK_BITS)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then
     the sampled ones, and no others."""
@@ -55,9 +88,10 @@ class Step:
     scored_top: int  # alternatives of each scored row
     sampled_requests: NDArray[np.int64]  # [sampled], request index of each: a place in last_tokens
     sampling_metadata: SamplingMetadata  # of the sampled rows
-    logits_edits: tuple[LogitsEdits, ...]  # applied one after the other
+    logits_edits: tuple[LogitsEdits, ...]  # applied one after the other, then the masks
     listed: NDArray[np.int64]  # [listed], sampled rows whose token's logprob is returned
     listed_top: int  # alternatives of each of them
+    masks: TokenMasks = NO_MASKS
     routing: Played = Played.NOTHING
 
 

@@ -16,7 +16,7 @@ from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.layout import SamplingMetadata
 from kvline_server.kernels.sampling import RowScores, ShardScores
 from kvline_server.model.shard import Shard, share, tokens
-from kvline_server.worker.step import LogitsEdits
+from kvline_server.worker.step import MASK_BITS, NO_MASKS, LogitsEdits, TokenMasks
 
 
 class Vocabulary:
@@ -65,14 +65,22 @@ class Vocabulary:
         return torch.cat([column.view(torch.int32) for column in columns], dim=1)
 
     def sample(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, edits: tuple[LogitsEdits, ...] = ()
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        edits: tuple[LogitsEdits, ...] = (),
+        masks: TokenMasks = NO_MASKS,
     ) -> torch.Tensor:
-        """The next token of each row: edits of its logits, then sampling. May change `logits`.
-        [rows, own tokens] -> int64 [rows]"""
+        """The next token of each row: edits of its logits, its mask, then sampling. May change
+        `logits`. [rows, own tokens] -> int64 [rows]"""
         if any(len(each.rows) for each in edits):
             logits = logits.float()  # of bfloat16 a penalty of 0.05 changes nothing at 20
         for each in edits:
             apply(self.kernels, logits, each.within(self.own))
+        if len(masks.rows):
+            rows, words = self.kernels.upload(masks.rows, masks.within(self.own))
+            words = words.view(len(rows), -1)  # on a GPU they come in one dimension
+            self.kernels.sampling.mask(logits, rows, words, self.own.start % MASK_BITS)
         if self.group.ranks == 1:
             return self.kernels.sampling.choose(logits, metadata)
         filtered = np.flatnonzero(metadata.filtered)

@@ -171,7 +171,8 @@ class Worker:
             (at,) = self.kernels.upload(step.listed[a:b] - first)
             raw = logits[at]  # before edits and temperature, which may be written in place
         edits = tuple(each.between(first, last) for each in step.logits_edits)
-        chosen = self.vocabulary.sample(logits, step.sampling_metadata.between(first, last), edits)
+        metadata, masks = step.sampling_metadata.between(first, last), step.masks
+        chosen = self.vocabulary.sample(logits, metadata, edits, masks.between(first, last))
         outputs.tokens.append(chosen)
         if at is not None and raw is not None:
             targets = chosen[at].clamp_(min=0)

@@ -1,0 +1,1 @@
+"""How models write tool calls and reasoning: read as they come, and asked for by grammars."""

@@ -1,0 +1,150 @@
+"""The parameters of a call that is written between marks, as rules of a grammar.
+
+A string is written as it is, so its closing mark cannot be a part of it; what else a schema asks
+of a string becomes a regular expression.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvline_server.formats.lark import ANY, Rules, escaped, literal, regex, without
+from kvline_server.formats.reader import MAX_NAME
+from kvline_server.formats.schemas import Parameter, parameters
+from kvline_server.formats.tools import (
+    TYPES,
+    Tool,
+    ToolRefused,
+    listed_values,
+    resolved,
+    type_of,
+    types,
+)
+from kvline_server.formats.xml_calls import END_PARAMETER, PARAMETER
+
+CLOSE = f"\n{END_PARAMETER}\n"
+_UNKEPT = ("format", "not", "if", "allOf", "contentSchema")  # of a string
+
+
+def xml_parameters(rules: Rules, name: str, tool: Tool) -> str:
+    """In the order of the schema."""
+    parts = []
+    for number, parameter in enumerate(parameters(tool)):
+        one = _parameter(rules, f"{name}-{number}", tool, parameter)
+        parts.append(one if parameter.required else f"{one}?")
+    return " ".join(parts)
+
+
+def _parameter(rules: Rules, name: str, tool: Tool, parameter: Parameter) -> str:
+    key = parameter.name
+    if not key or any(each in key for each in "<>\n") or len(key) > MAX_NAME:
+        raise ToolRefused(tool.name, f"this model's format cannot write the name {key!r:.80}")
+    before = literal(f"{PARAMETER}{key}>\n")
+    root = parameter.schema
+    schema = resolved(root, root)
+    listed, found = listed_values(schema), types(root, root)
+    if listed is not None:
+        value = _listed(tool, key, listed, found)
+    elif "string" in found:
+        value = _strings(rules, f"{name}-value".upper(), tool, key, root)
+        if "null" in found and found != TYPES:
+            value = f"({value} | {literal(f'null{CLOSE}')})"
+    else:
+        value = f"{rules.json(f'{name}-value', root)} {literal(CLOSE)}"
+    return rules.add(name, f"{before} {value}")
+
+
+def _listed(tool: Tool, key: str, listed: list[Any], found: frozenset[str]) -> str:
+    kinds = found | ({"integer"} if "number" in found else frozenset())
+    values = [value for value in listed if type_of(value) in kinds]
+    if not values:
+        raise ToolRefused(tool.name, f"{key!r}: none of its values is of its type")
+    texts = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
+    for text in texts:
+        if END_PARAMETER in text:
+            raise ToolRefused(tool.name, f"{key!r}: a value has {END_PARAMETER} in it")
+    return f"({' | '.join(literal(text + CLOSE) for text in texts)})"
+
+
+def _strings(rules: Rules, name: str, tool: Tool, key: str, root: Mapping[str, Any]) -> str:
+    """One terminal with its closing mark: where it ends, the string cannot go on."""
+    bodies = _bodies(tool, key, root, root, 8)
+    terminals = [
+        rules.add(f"{name}-{number}", f"{body} {literal(CLOSE)}")
+        for number, body in enumerate(dict.fromkeys(bodies))
+    ]
+    return f"({' | '.join(terminals)})"
+
+
+def _bodies(tool: Tool, key: str, schema: Any, root: Mapping[str, Any], depth: int) -> list[str]:
+    """A terminal for each alternative of the schema that is a string."""
+    schema = resolved(schema, root)
+    for keyword in _UNKEPT:
+        if keyword in schema:
+            raise ToolRefused(
+                tool.name, f"{key!r}: {keyword!r} of a string cannot be kept in this model's format"
+            )
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    if branches is None:
+        return [_body(tool, key, schema)]
+    if not isinstance(branches, list):
+        raise ToolRefused(tool.name, f"{key!r}: its alternatives must be a list")
+    strings = [each for each in branches if "string" in types(each, root)]
+    several = "oneOf" in schema and len(strings) > 1
+    if several or not depth or {"pattern", "minLength", "maxLength"} & schema.keys():
+        raise ToolRefused(
+            tool.name, f"{key!r}: these alternatives of a string cannot be kept in this format"
+        )
+    return [body for each in strings for body in _bodies(tool, key, each, root, depth - 1)]
+
+
+def _body(tool: Tool, key: str, schema: Mapping[str, Any]) -> str:
+    listed = listed_values(schema)
+    if listed is not None:
+        texts = [value for value in listed if isinstance(value, str)]
+        return without(f"({'|'.join(map(escaped, texts))})", {END_PARAMETER})
+    body = without(ANY, {END_PARAMETER})
+    least, most = (_length(tool, key, schema, name) for name in ("minLength", "maxLength"))
+    if least or most:
+        body = f"{body} & {regex(f'(?s:.){{{least or 0},{most}}}')}"
+    if "pattern" in schema:
+        body = f"{body} & {regex(_pattern(tool, key, str(schema['pattern'])))}"
+    return f"({body})"
+
+
+def _length(tool: Tool, key: str, schema: Mapping[str, Any], name: str) -> str:
+    value = schema.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ToolRefused(tool.name, f"{key!r}: {name!r} must be a whole number, got {value!r:.80}")
+    return str(value)
+
+
+def _pattern(tool: Tool, key: str, pattern: str) -> str:
+    """As a schema has it, a pattern may match anywhere."""
+    begins = pattern.startswith("^")
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[begins : len(pattern) - ends]
+    if (begins or ends) and _alternatives(inner):
+        raise ToolRefused(
+            tool.name, f"{key!r}: in its pattern, ^ or $ is of one alternative alone; use groups"
+        )
+    return f"{'' if begins else ANY}({inner}){'' if ends else ANY}"
+
+
+def _alternatives(pattern: str) -> bool:
+    """Whether a `|` stands outside of all groups."""
+    depth, in_class, skipped = 0, False, False
+    for each in pattern:
+        if skipped or each == "\\":
+            skipped = not skipped
+        elif in_class or each == "[":
+            in_class = each != "]"
+        elif each in "()":
+            depth += 1 if each == "(" else -1
+        elif each == "|" and not depth:
+            return True
+    return False

@@ -1,0 +1,83 @@
+"""Parts of a grammar in llguidance's dialect of Lark: pure text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+# One blank behind each comma and colon, or none: a model that may write any blanks can write
+# nothing else until its tokens are used up.
+_BLANKS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+# Text that only one way goes on is forced as the tokenizer cuts it, and llguidance 1.9 then takes a
+# mark's token where a value has the mark's text in it, which its own parser refuses.
+OPTIONS = '%llguidance {"no_forcing": true}'
+ANY = "(?s:.*)"
+
+
+class Rules:
+    """The rules of a grammar, by name."""
+
+    def __init__(self, ids: Mapping[str, int], marks: Collection[str]) -> None:
+        self._ids = ids
+        self._rules: dict[str, str] = {}
+        names = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
+        self._marks = re.compile(f"({names})") if names else None
+
+    def add(self, name: str, body: str) -> str:
+        """-> the name; in capitals where the rule is one terminal, as llguidance has it"""
+        assert name not in self._rules
+        self._rules[name] = body
+        return name
+
+    def text(self, text: str) -> str:
+        """Text in which marks are tokens where the tokenizer has them."""
+        parts = self._marks.split(text) if self._marks is not None else [text]
+        return " ".join(self.mark(part) for part in parts if part)
+
+    def mark(self, text: str) -> str:
+        return f"<[{self._ids[text]}]>" if text in self._ids else literal(text)
+
+    def is_token(self, mark: str) -> bool:
+        return mark in self._ids
+
+    def json(self, name: str, schema: Mapping[str, Any]) -> str:
+        """A value of a JSON schema, with bounded blanks."""
+        dumped = json.dumps({**schema, "x-guidance": _BLANKS})
+        return self.add(name, f"%json {dumped}")
+
+    def lark(self, start: str) -> str:
+        rules = "\n".join(f"{name}: {body}" for name, body in self._rules.items())
+        return f"{OPTIONS}\nstart: {start}\n{rules}\n"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def regex(pattern: str) -> str:
+    """A pattern between slashes."""
+    inside = re.sub(r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], pattern, flags=re.S)
+    return f"/{inside}/".replace("\n", "\\n")
+
+
+def escaped(text: str) -> str:
+    """A pattern of one text."""
+    return "".join(
+        each if each.isalnum() or ord(each) > 127 else f"\\x{ord(each):02x}" for each in text
+    )
+
+
+def without(pattern: str, texts: Collection[str]) -> str:
+    """A terminal of what the pattern matches and where none of the texts occurs."""
+    if not texts:
+        return regex(pattern)
+    within = "|".join(escaped(text) for text in sorted(texts))
+    return f"({regex(pattern)} & ~{regex(f'{ANY}({within}){ANY}')})"

@@ -1,0 +1,221 @@
+"""Matchers of the sequences that follow a grammar, and the masks of their next tokens.
+
+All is done on one thread, but that masks of sequences with different lexers are filled on several.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from kvline_server.grammars.cache import Entry, Lexer
+from kvline_server.grammars.compiled import NOTHING, GrammarRefused, compiled, reason_of
+from kvline_server.grammars.messages import Begin, Filled, Wanted
+from kvline_server.grammars.vocabulary import Vocabulary
+from kvline_server.options.grammars import MASK_SECONDS, GrammarBounds
+
+SLOW_SECONDS = 2 * MASK_SECONDS  # for all masks of a step, after which each is timed in the next
+UNKNOWN = "its grammar is not known any more"
+SLOW = "its next mask takes too long"
+MOST_BREAKS = 3  # lexers that are made anew in a step for sequences that shared one
+Rows = NDArray[np.int32]  # [rows, words]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    id: int
+    entry: Entry
+    lexer: Lexer
+    matcher: LLMatcher
+    after: int | None  # the token behind which its grammar begins; None: it has begun
+    tokens: array[int] = field(default_factory=lambda: array("i"))  # that the matcher has had
+
+    def take(self, tokens: list[int]) -> None:
+        """Its new tokens."""
+        if self.after is not None:
+            if self.after not in tokens:
+                return
+            tokens = tokens[tokens.index(self.after) + 1 :]
+            self.after = None
+        if tokens:
+            self.tokens.extend(tokens)
+            self.matcher.consume_tokens(tokens)
+
+    def replay(self, lexer: Lexer) -> None:
+        """Its tokens, with another lexer."""
+        self.lexer.sequences -= 1
+        lexer.sequences += 1
+        self.lexer, self.matcher = lexer, lexer.start.deep_copy()
+        self.matcher.consume_tokens(self.tokens.tolist())
+
+
+class Job(NamedTuple):
+    """Masks of a sequence that its grammar restricts."""
+
+    sequence: Sequence
+    row: int  # of the first; one behind each of the drafts follows
+    drafts: list[int]
+
+    @property
+    def matcher(self) -> LLMatcher:
+        return self.sequence.matcher
+
+
+class Sequences:
+    def __init__(self, vocabulary: Vocabulary, bounds: GrammarBounds) -> None:
+        self.vocabulary, self.bounds = vocabulary, bounds
+        self.begun: dict[int, Sequence] = {}
+        self._one, self._several = LLExecutor(1), LLExecutor(bounds.threads)
+        self._timing = False  # each mask of the next step
+
+    def begin(self, asked: Begin, entry: Entry) -> None:
+        lexer = entry.least()
+        lexer.sequences += 1
+        matcher = lexer.start.deep_copy()
+        self.begun[asked.sequence] = Sequence(asked.sequence, entry, lexer, matcher, asked.after)
+
+    def end(self, id: int) -> None:
+        sequence = self.begun.pop(id, None)
+        if sequence is not None:
+            sequence.lexer.sequences -= 1
+
+    def clear(self) -> None:
+        for id in list(self.begun):
+            self.end(id)
+
+    def fill(self, step: int, wanted: list[Wanted], rows: Rows) -> Filled:
+        """The masks of a step, and what came of the sequences. Those that failed have ended."""
+        failed: dict[int, str] = {}
+        jobs: list[Job] = []
+        for each in wanted:
+            sequence = self.begun.get(each.sequence)
+            if sequence is None:
+                failed[each.sequence] = UNKNOWN
+                continue
+            sequence.take(each.tokens)
+            job = _job(sequence, each)
+            if each.drafts or job is None:  # what no mask restricts
+                self._allow(each, rows)
+            if job is not None:
+                jobs.append(job)
+        failed |= self._fill(jobs, rows)
+        for each in wanted:
+            if each.sequence in failed:
+                self._allow(each, rows)
+                self.end(each.sequence)
+        stopped = [job.sequence for job in jobs if job.sequence.after is None]
+        finished = [s.id for s in stopped if s.id not in failed and s.matcher.is_stopped()]
+        return Filled(step, finished, list(failed.items()))
+
+    def _allow(self, wanted: Wanted, rows: Rows) -> None:
+        """Everything: a row without any token would have none to sample."""
+        rows[wanted.row : wanted.row + 1 + len(wanted.drafts)] = self.vocabulary.everything
+
+    def _fill(self, jobs: list[Job], rows: Rows) -> dict[int, str]:
+        """-> sequences that failed, and why"""
+        failed: dict[int, str] = {}
+        began = time.monotonic()
+        if self._timing:
+            failed |= self._one_by_one(jobs, rows)
+            self._timing = False
+        else:
+            self._at_once(jobs, rows)
+            self._timing = time.monotonic() - began > SLOW_SECONDS
+        broken = [job for job in jobs if job.matcher.is_error()]
+        if broken:
+            failed |= self._recover(broken, rows)
+        if self.vocabulary.is_restricted:
+            failed |= self._restrict([job for job in jobs if job.sequence.id not in failed], rows)
+        return failed
+
+    def _at_once(self, jobs: list[Job], rows: Rows) -> None:
+        """Those of one lexer follow each other: they would wait for one another."""
+        jobs = sorted(jobs, key=_lexer)
+        one = not jobs or jobs[0].sequence.lexer is jobs[-1].sequence.lexer
+        executor, where = self._one if one else self._several, (rows.ctypes.data, rows.strides[0])
+        plain = [(job.matcher, job.row) for job in jobs if not job.drafts]
+        drafting = [(job.matcher, job.row, job.drafts) for job in jobs if job.drafts]
+        if plain:
+            executor.unsafe_compute_mask_ptr(plain, *where, len(rows))
+        if drafting:
+            executor.unsafe_compute_mask_ptr_with_draft_token(drafting, *where, len(rows))
+
+    def _one_by_one(self, jobs: list[Job], rows: Rows) -> dict[int, str]:
+        """After a slow step: whose masks are slow has failed."""
+        slow = {}
+        for job in jobs:
+            began = time.thread_time()
+            self._at_once([job], rows)
+            if time.thread_time() - began > (1 + len(job.drafts)) * MASK_SECONDS:
+                slow[job.sequence.id] = SLOW
+        return slow
+
+    def _recover(self, broken: list[Job], rows: Rows) -> dict[int, str]:
+        """A lexer that is in error for one sequence is so for all that share it. They replay their
+        tokens with a new one, long texts last; who breaks that one too has failed, and the others
+        replay once more."""
+        failed: dict[int, str] = {}
+        why = {job.sequence.id: reason_of(job.matcher) for job in broken}
+        for _, some in groupby(sorted(broken, key=_lexer), key=_lexer):
+            left = sorted(some, key=lambda job: len(job.sequence.tokens))
+            for _ in range(MOST_BREAKS):
+                breaker = self._replay(left, rows)
+                if breaker is None:
+                    left = []
+                    break
+                failed[breaker.sequence.id] = why[breaker.sequence.id]
+                left.remove(breaker)
+            failed |= {job.sequence.id: why[job.sequence.id] for job in left}
+        return failed
+
+    def _replay(self, jobs: list[Job], rows: Rows) -> Job | None:
+        """With a new lexer in the place of theirs. -> the first that breaks it"""
+        if not jobs:
+            return None
+        entry, old = jobs[0].sequence.entry, jobs[0].sequence.lexer
+        entry.lexers = [lexer for lexer in entry.lexers if lexer is not old]
+        try:
+            new = Lexer(compiled(entry.grammar, self.vocabulary, self.bounds.lexer_states))
+        except GrammarRefused:
+            return jobs[0]
+        entry.lexers.append(new)
+        for job in jobs:
+            job.sequence.replay(new)
+            if not job.matcher.is_error():
+                self._at_once([job], rows)
+            if job.matcher.is_error():
+                return job
+        return None
+
+    def _restrict(self, jobs: list[Job], rows: Rows) -> dict[int, str]:
+        """To tokens of the model. At a grammar's end, where none of them ends an answer, any may
+        be sampled: it is finished."""
+        failed = {}
+        for job in jobs:
+            for row in rows[job.row : job.row + 1 + len(job.drafts)]:
+                if not self.vocabulary.restrict(row):
+                    row[:] = self.vocabulary.everything
+                    if not job.drafts and not job.matcher.is_stopped():
+                        failed[job.sequence.id] = NOTHING
+        return failed
+
+
+def _lexer(job: Job) -> int:
+    return id(job.sequence.lexer)
+
+
+def _job(sequence: Sequence, wanted: Wanted) -> Job | None:
+    """None where reasoning goes on behind all of its drafts."""
+    if sequence.after is None:
+        return Job(sequence, wanted.row, wanted.drafts)
+    if sequence.after not in wanted.drafts:
+        return None
+    begun = wanted.drafts.index(sequence.after) + 1
+    return Job(sequence, wanted.row + begun, wanted.drafts[begun:])

@@ -1,0 +1,46 @@
+"""Masks of tokens: of rows, as the reference, and of one request of an engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvline_server.engine.engine import Engine
+from kvline_server.worker.step import MASK_BITS, Step, TokenMasks, mask_words
+
+
+def masks(allowed: dict[int, Iterable[int]], vocabulary: int) -> TokenMasks:
+    """Of the tokens that each of some sampled rows may get."""
+    words = np.zeros((len(allowed), mask_words(vocabulary)), np.uint32)
+    for row, tokens in enumerate(allowed.values()):
+        for token in tokens:
+            words[row, token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)
+    rows = np.fromiter(allowed, np.int64, len(allowed))
+    return TokenMasks(rows, words.view(np.int32).reshape(-1))
+
+
+def forbid(logits: torch.Tensor, given: TokenMasks) -> None:
+    """In place, of the whole vocabulary."""
+    words = given.words.reshape(-1, mask_words(logits.shape[1]))
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    for row, own in zip(given.rows.tolist(), bits, strict=True):
+        logits[row, torch.from_numpy(own == 0)] = -math.inf
+
+
+def mask_one(engine: Engine, id: int, tokens: Iterable[int], vocabulary: int) -> None:
+    """From here on one of the engine's requests may have these tokens only."""
+    launch, allowed = engine.executor.launch, list(tokens)
+
+    def masked(step: Step) -> Any:
+        sequence = engine.sequences.get(id)
+        if sequence is not None:
+            own = np.flatnonzero(step.sampled_requests == sequence.request_index).tolist()
+            step = replace(step, masks=masks(dict.fromkeys(own, allowed), vocabulary))
+        return launch(step)
+
+    engine.executor.launch = masked  # type: ignore[method-assign]
