@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from simulated import BYTES_PER_TOKEN, SETTINGS, Gpu, Killed, Machine
 from test_profile import Start, machine
@@ -212,6 +212,9 @@ def test_a_probe_that_was_killed_is_advised_by_smaller_steps(tmp_path: Path) -> 
     context_price=st.integers(0, 16 << 10),
     running=st.sampled_from([1, 4, 16]),
     asked=st.sampled_from([None, 600, 5000]),
+)
+@example(  # the second row count is played with a shorter context than the first
+    weights=143, price=2_097_153, context_price=7354, running=4, asked=None
 )
 def test_whatever_the_machine_advice_starts_and_parts_add_up(
     tmp_path: Path, weights: int, price: int, context_price: int, running: int, asked: int | None

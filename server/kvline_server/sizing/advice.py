@@ -45,6 +45,21 @@ class Found:
     longest: int  # tokens of the longest sequence that it played
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    longest: int  # tokens of the longest sequence of its last probe
+    growth: int  # bytes that the steps of that took at most
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What steps took at most."""
+
+    at: int  # rows, or tokens of the longest sequence
+    beside: int  # the other of the two, which was the same throughout
+    nbytes: int
+
+
 class Adviser:
     def __init__(
         self,
@@ -65,9 +80,8 @@ class Adviser:
         self.spare = session.device.slack // session.bytes_per_token
         self.growth = max(rank.growth for rank in session.measured.ranks)
         self.ends = session.clock() + SECONDS
-        # What steps took at most, in bytes: by their rows, and by the longest context.
-        self.grown: list[tuple[int, int]] = []
-        self.lengthened: list[tuple[int, int]] = []
+        self.grown: list[Point] = []  # by rows
+        self.lengthened: list[Point] = []  # by the longest sequence
 
     def offers(self) -> tuple[Offer, ...]:
         lower = [self._prefill()]
@@ -104,7 +118,10 @@ class Adviser:
     def _rows(self, rows: int) -> int | None:
         if self.killed and extrapolated(self.grown, rows) * CAUTION > self._free():
             return None
-        return self._play(self.settings.changed(max_prefill_tokens=rows), self.grown, rows)
+        tokens, found = self._played(self.settings.changed(max_prefill_tokens=rows))
+        if found is not None:
+            self.grown.append(Point(rows, found.longest, found.growth))
+        return tokens
 
     def _running(self) -> Offer | None:
         values = doubled(1, self.settings.max_running_requests, 4)
@@ -127,8 +144,11 @@ class Adviser:
             nonlocal most
             if context > most:
                 return None  # a longer one leaves no more
-            shorter = self.settings.changed(max_model_len=context)
-            most = self._play(shorter, self.lengthened, context) or 0
+            tokens, found = self._played(self.settings.changed(max_model_len=context))
+            if found is not None:
+                rows = self.settings.max_prefill_tokens
+                self.lengthened.append(Point(context, rows, found.growth))
+            most = tokens or 0
             return most
 
         made = best(values, leaves, lambda context: context + self.spare, 0)
@@ -204,23 +224,24 @@ class Adviser:
         usage = self.session.executor.usage()
         return min(each.limit - each.used - each.files for each in usage)
 
-    def _play(
-        self, settings: EngineSettings, grown: list[tuple[int, int]] | None = None, by: int = 0
-    ) -> int | None:
-        """Tokens that these settings would leave; None where the time is over. Notes what its steps
-        took in `grown`, with the figure that it grows by."""
+    def _play(self, settings: EngineSettings) -> int | None:
+        """Tokens that these settings would leave; None where the time is over."""
+        return self._played(settings)[0]
+
+    def _played(self, settings: EngineSettings) -> tuple[int | None, Trial | None]:
+        """The same, and what its steps took, where all were played."""
         if self.session.clock() > self.ends:
-            return None
+            return None, None
         trial = replace(self.session, settings=settings)
+        search = Search(trial)
         try:
-            tokens = Search(trial).trial()
+            tokens = search.trial()
             if self.validated and tokens >= self.least:
                 tokens = self._validate(trial, whole_pages(tokens * SAFE_PERCENT // 100))
         except (DeviceOutOfMemory, StepTooLong):
-            return 0
-        if grown is not None:
-            grown.append((by, max(rank.growth for rank in trial.measured.ranks)))
-        return tokens
+            return 0, None
+        growth = max(rank.growth for rank in trial.measured.ranks)
+        return tokens, Trial(search.longest, growth)
 
     def _validate(self, trial: Session, tokens: int) -> int:
         """Plays the stress at the final size. -> tokens, 0 where they did not survive"""
@@ -236,11 +257,13 @@ class Adviser:
         return tokens if lowest >= 0 or self.session.device.gpu else 0
 
 
-def extrapolated(points: list[tuple[int, int]], to: int) -> float:
-    """Bytes at a figure beyond those that were played, in a line through the first and the last; 0
-    where nothing was."""
+def extrapolated(points: list[Point], to: int) -> float:
+    """Bytes beyond the points that were played: in a line through the last and the first beside
+    which the other figure was the same, or through nothing at 0; 0 where nothing was played."""
     if not points:
         return 0.0
-    (first, low), (last, high) = points[0], points[-1]
-    slope = (high - low) / (last - first) if last > first else high / last
-    return high + slope * (to - last)
+    last = points[-1]
+    first = next(point for point in points if point.beside == last.beside)
+    apart = last.at - first.at
+    slope = (last.nbytes - first.nbytes) / apart if apart > 0 else last.nbytes / last.at
+    return last.nbytes + slope * (to - last.at)
