@@ -396,7 +396,11 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
     ("H48", {"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
     ("H48", {"messages": [{"role": "function", "content": "x"}]}, "role"),
     ("H35", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: is not supported here"),
-    ("H35", {"tools": [TOOL]}, "tools: the chat template does not read them"),
+    (
+        "H35",
+        {"tools": [TOOL], "tool_choice": "none"},
+        "tools: the chat template does not read them",
+    ),
     ("H35", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "arguments: must be"),
     ("H33", {"structured_outputs": {"regex": "(a+)+$"}}, "structured_outputs"),
     ("H48", {"messages": [{"role": "user", "content": "x"}] * 5000}, "messages"),

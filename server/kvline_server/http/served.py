@@ -8,19 +8,18 @@ from kvline_server.http.protocol.generation import GenerationRequest
 
 
 def check_served(request: GenerationRequest) -> None:
-    """Raises BadRequest by the field's name: answers are not constrained, and tools are offered to
-    the model by its chat template alone."""
+    """Raises BadRequest by the field's name: answers are not constrained, nor are calls of tools
+    read from them."""
     if request.response_format is not None and request.response_format.type != "text":
         raise _unserved("response_format.type", 'leave it out, or send "text"')
     if request.structured_outputs is not None:
         raise _unserved("structured_outputs", "leave it out")
     if not isinstance(request, ChatRequest):
         return
-    for index, tool in enumerate(request.tools or ()):
-        if tool.function.strict:
-            raise _unserved(f"tools[{index}].function.strict", "leave it out, or send false")
     if request.tool_choice not in (None, "none", "auto"):
-        raise _unserved("tool_choice", 'leave it out, or send "none" or "auto"')
+        raise _unserved("tool_choice", 'leave it out, or send "none"')
+    if request.tools and request.tool_choice != "none":
+        raise _unserved("tools", 'leave it out, or send tool_choice "none"')
     if request.thinking_token_budget is not None:
         raise _unserved("thinking_token_budget", "leave it out")
 
