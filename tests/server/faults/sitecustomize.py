@@ -97,7 +97,7 @@ def slow_copies() -> None:
 def block_http() -> None:
     import ctypes
 
-    module: Any = importlib.import_module("kvline_server.http.app")
+    module: Any = importlib.import_module("kvline_server.http.planning")
     original = module.read_json
 
     async def blocking(request, bodies):  # type: ignore[no-untyped-def]
