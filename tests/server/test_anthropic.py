@@ -54,6 +54,10 @@ def test_system_texts_are_one_message_without_what_changes_each_time() -> None:
     """Claude Code's first text differs in each request: no prompt would be in the prefix cache."""
     system = [block(f"{BILLING}: cch=1"), block("Be brief.", **CACHED), block("In English.")]
     assert messages(system=system)[0] == {"role": "system", "content": "Be brief.\n\nIn English."}
+    text = f"{BILLING}: cch=1\nBe brief."
+    assert messages(system=text)[0] == {"role": "system", "content": "Be brief."}
+    system = [block("Be brief."), block(f"{BILLING} is a header.")]
+    assert BILLING in messages(system=system)[0]["content"]
     assert messages(system="Be brief.")[0] == {"role": "system", "content": "Be brief."}
     assert messages() == [USER]
 

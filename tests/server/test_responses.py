@@ -376,9 +376,10 @@ def test_logprobs_have_the_form_of_responses(play: Callable[[Story], None], stre
             ]
 
         task = asyncio.create_task(read())
-        made.send((await made.asked()).id, [5, 6, 7], "length", SCORES)
+        ids = [*made.tokens.encode("Hé"), 257]  # parts of a character and the end have no text
+        made.send((await made.asked()).id, ids, "stop", SCORES)
         found = await task
-        assert [len(entry.top_logprobs) for entry in found] == [2, 2, 2]
+        assert [len(entry.top_logprobs) for entry in found] == [2] * len(ids)
         assert all(entry.logprob == 0 for entry in found)
 
     play(story)

@@ -79,8 +79,10 @@ def _tools(given: list[Any]) -> Iterator[Object]:
 
 def _messages(request: CountTokensRequest) -> Iterator[Object]:
     if request.system is not None:
-        texts = list(_texts(request.system, "system"))
-        system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
+        first, *others = list(_texts(request.system, "system")) or [""]
+        if first.startswith(BILLING):
+            first = first.partition("\n")[2]
+        system = "\n\n".join(text for text in (first, *others) if text)
         if system:
             yield {"role": "system", "content": system}
     for index, given in enumerate(request.messages):

@@ -48,19 +48,24 @@ class Responses:
         self._number = 0
         self._items = Items(work.id.removeprefix(self.id_prefix), self._names)
         self._scores: dict[int, list[PackedScores]] = {}  # by the item, of a whole answer
+        self._unsent: list[PackedScores] = []  # of tokens that no text has come of yet
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
     def write(self, piece: Piece, used: Used) -> Iterator[Sent]:
-        self._finish, scores = piece.finish or "", piece.scores
+        self._finish = piece.finish or ""
+        self._unsent += piece.scores
         for event in events_of(piece):
             for name, data in self._items.write(event):
                 if name == "response.output_text.delta":
-                    data["logprobs"], scores = self._logprobs(data["output_index"], scores), []
+                    data["logprobs"] = self._logprobs(data["output_index"])
                 yield self._event(name, **data)
 
     def end(self, used: Used) -> Iterator[Sent]:
         cut = self._finish == "length"
+        if self._unsent and (last := self._items.nothing_more()) is not None:
+            name, data = last  # the end token's, as a rule
+            yield self._event(name, **data, logprobs=self._logprobs(data["output_index"]))
         for name, data in self._items.close("incomplete" if cut else "completed"):
             yield self._event(name, **data)
         status = "incomplete" if cut else "completed"
@@ -83,8 +88,9 @@ class Responses:
             part["logprobs"] = Later(partial(self._work.entries, scores))
         return self._done
 
-    def _logprobs(self, index: int, scores: list[PackedScores]) -> list[Object]:
-        """Of a delta of item `index`."""
+    def _logprobs(self, index: int) -> list[Object]:
+        """Of a delta of item `index`, and of the tokens before it that gave no text."""
+        scores, self._unsent = self._unsent, []
         if not self._work.request.logprobs:
             return []
         if self._work.request.stream:
@@ -171,6 +177,12 @@ class Items:
             yield self._delta(event.text)
         elif isinstance(event, CallEnd):
             yield from self.close("completed" if event.complete else "incomplete")
+
+    def nothing_more(self) -> Sent | None:
+        """An empty delta of the message that is open, if one is."""
+        if self._open is None or self._open["type"] != "message":
+            return None
+        return self._delta("")
 
     def close(self, status: str = "completed") -> Iterator[Sent]:
         """Ends the open item; `status`: whether all of it is there."""

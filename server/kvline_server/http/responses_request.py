@@ -92,7 +92,7 @@ def _messages(request: ResponsesRequest, names: Names) -> list[Object]:
     else:
         for index, item in enumerate(request.input):
             _item(made, item, f"input[{index}]")
-    return made.all
+    return made.whole()
 
 
 def _item(made: _Messages, item: Any, at: str) -> None:
@@ -142,37 +142,49 @@ def _unsupported(place: str, what: str) -> BadRequest:
 
 
 class _Messages:
-    """Gathers items: what an assistant thought, wrote and called is one message of a chat."""
+    """Gathers items: what an assistant thought, wrote and called is one message of a chat. Texts
+    that many items give are joined once, at the end."""
 
     def __init__(self) -> None:
-        self.all: list[Object] = []
+        self._all: list[Object] = []
+        self._system = True  # there are no other messages yet
 
     def add(self, role: str, text: str) -> None:
         """System texts at the start are one message: templates have one place for it."""
-        first = role == "system" and self.all and all(m["role"] == "system" for m in self.all)
-        if first:
-            self.all[-1]["content"] += f"\n\n{text}"
+        if role == "system" and self._system and self._all:
+            self._all[-1]["content"] += ["\n\n", text]
         else:
-            self.all.append({"role": role, "content": text})
+            self._system &= role == "system"
+            self._all.append({"role": role, "content": [text]})
 
     def wrote(self, text: str) -> None:
-        answer = self._answer("tool_calls")
-        answer["content"] = (answer["content"] or "") + text
+        texts = self._answer("tool_calls").setdefault("content", [])
+        if text:
+            texts.append(text)
 
     def thought(self, text: str) -> None:
         if text:
-            answer = self._answer("tool_calls", "content")
-            answer["reasoning"] = answer.get("reasoning", "") + text
+            self._answer("tool_calls", "content").setdefault("reasoning", []).append(text)
 
     def called(self, call: Object) -> None:
         self._answer().setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, text: str) -> None:
-        self.all.append({"role": "tool", "tool_call_id": id, "content": text})
+        self._system = False
+        self._all.append({"role": "tool", "tool_call_id": id, "content": [text]})
+
+    def whole(self) -> list[Object]:
+        for message in self._all:
+            texts = message.get("content")
+            message["content"] = None if texts is None else "".join(texts)
+            if "reasoning" in message:
+                message["reasoning"] = "".join(message["reasoning"])
+        return self._all
 
     def _answer(self, *without: str) -> Object:
         """The assistant's message that goes on; another where this one has one of those parts."""
-        last = self.all[-1] if self.all else {}
+        last = self._all[-1] if self._all else {}
         if last.get("role") != "assistant" or any(last.get(part) for part in without):
-            self.all.append({"role": "assistant", "content": None})
-        return self.all[-1]
+            self._system = False
+            self._all.append({"role": "assistant"})
+        return self._all[-1]

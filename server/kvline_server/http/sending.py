@@ -17,6 +17,7 @@ from kvline_server.http.stream import api_error
 
 T = TypeVar("T")
 JSON = "application/json"
+SHORT = 64 << 10  # bytes, which a client that does not read may keep waiting
 
 
 async def respond(
@@ -26,9 +27,11 @@ async def respond(
     to the caller where it is short."""
     pieces = await asyncio.to_thread(lambda: encode(make()))
     whole = await asyncio.to_thread(next, pieces)
-    if (more := next(pieces, None)) is None:
+    more = next(pieces, None)
+    if more is None and len(whole) <= SHORT:
         return Response(whole, media_type=JSON, headers=headers)
-    body = _sent(itertools.chain((whole, more), pieces), holding.pop_all())
+    begun = (whole,) if more is None else (whole, more)
+    body = _sent(itertools.chain(begun, pieces), holding.pop_all())
     return StreamingResponse(body, media_type=JSON, headers=headers)
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
@@ -27,7 +28,6 @@ from kvline_server.http.sending import respond
 from kvline_server.http.service import Service
 from kvline_server.http.tokens import Tokens
 
-ANY_LENGTH = 1 << 30  # tokens: what bounds a text is its bytes
 AT_ONCE = 1024  # ids or strings that are Python objects
 Ids = npt.NDArray[np.int32]
 Body = TokenizeText | Conversation
@@ -81,7 +81,7 @@ async def detokenize(service: Service, request: Request) -> Response:
             _check_model(service, body.model)
             tokens = _check_ids(service, body.tokens)
             text = await asyncio.to_thread(tokens.decode, body.tokens)
-        stack.enter_context(service.admission.room(0, 0, len(text)))
+        stack.enter_context(service.admission.room(0, 0, len(msgspec.json.encode(text))))
         return await respond(lambda: {"prompt": text}, stack)
 
 
@@ -105,14 +105,14 @@ def _tokens(service: Service) -> Tokens:
 
 def _prepared(service: Service, body: Body) -> Callable[[], Ids]:
     """Renders a chat, which may take long and takes no turn. -> what tokenises"""
-    tokens = _tokens(service)
+    tokens, most = _tokens(service), service.limits.max_model_len
     if isinstance(body, TokenizeText):
         text, special = body.prompt, body.add_special_tokens
-        return lambda: np.array(tokens.encode(text, ANY_LENGTH, special), np.int32)
+        return lambda: np.array(tokens.encode(text, most, special), np.int32)
     chat = service.generator.chat
     assert chat is not None  # as there is a tokenizer
     made = chat.render(rendered(body.messages), asked(body))
-    return lambda: np.array(chat.tokenise(made, ANY_LENGTH), np.int32)
+    return lambda: np.array(chat.tokenise(made, most), np.int32)
 
 
 def _check_ids(service: Service, ids: list[int]) -> Tokens:
