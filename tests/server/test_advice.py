@@ -18,6 +18,7 @@ from kvline_contract.memory import KV_CACHE, OTHERS, RUNTIME, Memory
 from kvline_contract.report import Direction, Knob
 from kvline_server.errors import ContextDoesNotFit, OutOfMemory, SizingError
 from kvline_server.memory.device import MIB
+from kvline_server.sizing.advice import Point, extrapolated
 from kvline_server.sizing.breakdown import Taken, needed, sentence, whole
 from kvline_server.sizing.offers import Offer, advice, best, doubled
 from kvline_server.sizing.settings import EngineSettings
@@ -289,3 +290,14 @@ def test_a_list_of_parts_says_what_is_missing() -> None:
     memory = needed(100 * MIB, [Taken("weights", 90 * MIB), Taken("activations", 30 * MIB)])
     text = "of 100 MiB weights 90 MiB, activations 30 MiB (20 MiB more than there are)"
     assert sentence(memory) == text
+
+
+def test_a_growth_is_a_line_through_what_was_played_beside_like_contexts() -> None:
+    def grows(*points: tuple[int, int, int]) -> float:
+        return extrapolated([Point(*each) for each in points], 8192) / MIB
+
+    assert grows((16, 5000, 64 * MIB), (32, 5000, 65 * MIB)) == 65 + 510
+    assert grows((16, 5000, 64 * MIB), (32, 4984, 65 * MIB)) == 65 + 510  # a page shorter
+    assert grows((16, 5000, 64 * MIB), (32, 1024, 65 * MIB)) == 65 * 256  # nothing to compare
+    assert grows((16, 5000, 640 * MIB), (32, 1024, 2 * MIB)) == 640
+    assert grows() == 0

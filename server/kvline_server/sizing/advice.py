@@ -34,6 +34,9 @@ SHORTEST = 256  # tokens of a context
 SAFE_PERCENT = 95  # of an estimate that is validated
 REPEATS = 64  # until a limit holds what it makes larger itself
 NOISE = 20  # peaks of two starts differ by up to 1/NOISE of the memory on a CPU
+NEAR = (
+    20  # contexts that differ by 1/NEAR at most are compared: memory bounds those that are sought
+)
 CAUTION = 1.1  # of a growth that is only extrapolated
 
 
@@ -259,11 +262,13 @@ class Adviser:
 
 def extrapolated(points: list[Point], to: int) -> float:
     """Bytes beyond the points that were played: in a line through the last and the first beside
-    which the other figure was the same, or through nothing at 0; 0 where nothing was played."""
+    which the other figure was nearly the same, or through nothing at 0, and no less than was
+    taken; 0 where nothing was played."""
     if not points:
         return 0.0
     last = points[-1]
-    first = next(point for point in points if point.beside == last.beside)
+    near = last.beside // NEAR
+    first = next(point for point in points if abs(point.beside - last.beside) <= near)
     apart = last.at - first.at
     slope = (last.nbytes - first.nbytes) / apart if apart > 0 else last.nbytes / last.at
-    return last.nbytes + slope * (to - last.at)
+    return max(last.nbytes + slope * (to - last.at), *(point.nbytes for point in points))
