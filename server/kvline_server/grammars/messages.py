@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvline_server.errors import InvalidFrame
 from kvline_server.grammars.grammar import Grammar
-from kvline_server.ipc import frames
+from kvline_server.ipc.codec import Codec
 
 
 class Compile(msgspec.Struct, tag="compile", array_like=True):
@@ -119,19 +118,5 @@ Message = (
     | Alive
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """A frame."""
-    return frames.framed(_encoder.encode(message))
-
-
-def decode(body: bytes) -> Message:
-    """Of a frame's body. Raises InvalidFrame."""
-    try:
-        message: Message = _decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidFrame(f"a frame of {len(body)} bytes is no message: {error}") from None
-    return message
+_codec: Codec[Message] = Codec(Message)
+encode, decode = _codec.encode, _codec.decode

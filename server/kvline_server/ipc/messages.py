@@ -25,8 +25,8 @@ from kvline_contract.report import (
     State,
     Termination,
 )
-from kvline_server.errors import InvalidFrame
 from kvline_server.ipc import frames
+from kvline_server.ipc.codec import Codec
 from kvline_server.ipc.histogram import Latencies
 from kvline_server.ipc.sampling_params import SamplingParams
 
@@ -235,22 +235,8 @@ Message = (
     | NeighboursReady
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """A frame."""
-    return frames.framed(_encoder.encode(message))
-
-
-def decode(body: bytes) -> Message:
-    """Of a frame's body. Raises InvalidFrame."""
-    try:
-        message: Message = _decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidFrame(f"a frame of {len(body)} bytes is no message: {error}") from None
-    return message
+_codec: Codec[Message] = Codec(Message)
+encode, decode = _codec.encode, _codec.decode
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
