@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from kvline_server.formats.events import Event
+from kvline_server.formats.answer import AnswerParser
 from kvline_server.formats.format import HARMONY
 from kvline_server.formats.json_text import BLANKS
-from kvline_server.formats.lexer import Lexer, Mark, Piece, Searched
-from kvline_server.formats.output import Output
+from kvline_server.formats.lexer import Mark, Searched
 from kvline_server.formats.reader import MAX_NAME, Arguments
 from kvline_server.formats.tools import Tool
 
@@ -22,44 +21,19 @@ MAX_HEADER = 2 * MAX_NAME  # characters; a longer one is none
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 
 
-class HarmonyParser:
+class HarmonyParser(AnswerParser):
     def __init__(self, tools: Sequence[Tool], ids: Mapping[str, int]) -> None:
         marks = HARMONY.marks()
-        self._lexer = Lexer({ids[mark]: mark for mark in marks if mark in ids})
+        super().__init__({ids[mark]: mark for mark in marks if mark in ids})
         self._searched = Searched(marks - ids.keys())
-        self._out = Output()
         self._tools = bool(tools)
         # The prompt ends behind the role, so the answer begins within a header.
         self._header: list[str] | None = []
         self._shown: list[str] = []  # of the header, as it stands in the text
         self._marked = False  # a mark has come
-        self._reasons = False  # the body's channel is analysis
         self._name = ""  # of the function that the body is for
         self._arguments: Arguments | None = None
         self._raw: list[str] = []  # of arguments that are no call yet
-
-    @property
-    def calls(self) -> int:
-        return self._out.calls
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._reasons
-
-    def feed(self, pieces: Iterable[Piece]) -> list[Event]:
-        for piece in pieces:
-            self._lexer.push(piece)
-            self._run()
-        return self._out.take()
-
-    def end(self, finish: str) -> list[Event]:
-        self._lexer.end()
-        self._run()
-        self._end_body(finish != "length")
-        if self._header is not None and not self._marked:
-            self._give_up()
-        self._out.flush()
-        return self._out.take()
 
     def _run(self) -> None:
         while (item := self._lexer.next(self._searched)) is not None:
@@ -69,6 +43,11 @@ class HarmonyParser:
                 self._add(item, item)
             else:
                 self._body(item)
+
+    def _end(self, stopped: bool) -> None:
+        self._end_body(stopped)
+        if self._header is not None and not self._marked:
+            self._give_up()
 
     def _mark(self, mark: Mark) -> None:
         self._marked = True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvline_server.formats.json_text import BLANKS, Json, is_text
 from kvline_server.formats.output import Output
-from kvline_server.formats.reader import MAX_NAME, Arguments, QuotedArguments, Reader
+from kvline_server.formats.reader import MAX_NAME, Arguments, ListReader, QuotedArguments, Reader
 
 ARGUMENTS = frozenset({"arguments", "parameters"})
 # Where no trained mark says that this is a call, it has no other keys beside its own.
@@ -18,12 +18,12 @@ INNER = ("[ARGS]", "[CALL_ID]")  # marks between a name and its arguments
 _LABEL = re.compile(r"[^\s\[{]+")
 
 
-class JsonCalls(Reader):
+class JsonCalls(ListReader):
+    closing = "}"
+
     def __init__(self, out: Output, trained: bool) -> None:
         super().__init__(out)
         self._trained = trained
-        self._listed = False
-        self._any = False  # a call has come
         self._clear()
 
     def _clear(self) -> None:
@@ -39,24 +39,21 @@ class JsonCalls(Reader):
             return self._arguments is not None and self._arguments.in_string
         return self._scan is not None and self._scan.in_string
 
-    def _start(self, text: str, at: int) -> int:
-        """Before a call, and behind one."""
-        character = text[at]
-        if character == "{":
-            self._clear()
-            self._state = self._first_key
-        elif character == "[" and not self._listed and not self._any:
-            self._listed = True
-        elif character == "]" and self._listed:
-            self.settled, self.over = at + 1, True
-        elif character not in BLANKS and not (self._any and character in ",;"):
-            return self._fail(at)
+    def _opens(self, text: str, at: int) -> bool:
+        if text[at] != "{":
+            return False
+        self._clear()
+        self._state = self._brace
+        return True
+
+    def _brace(self, text: str, at: int) -> int:
+        self._state = self._first_key
         return at + 1
 
     def _first_key(self, text: str, at: int) -> int:
-        return self._close(at) if text[at] == "}" else self._next_key(text, at)
+        return self._close(at) if text[at] == "}" else self._next(text, at)
 
-    def _next_key(self, text: str, at: int) -> int:
+    def _next(self, text: str, at: int) -> int:
         if text[at] in BLANKS:
             return at + 1
         return self._catch(self._key, at) if text[at] == '"' else self._fail(at)
@@ -151,7 +148,6 @@ class JsonCalls(Reader):
         assert self._name is not None and self._arguments is not None
         self._begin_call(self._name)
         self._arguments.show()
-        self._any = True
 
     def _other(self, text: str, at: int) -> int:
         """A value that is none of a call's."""
@@ -168,16 +164,6 @@ class JsonCalls(Reader):
             self._state = self._behind_value
         return end
 
-    def _behind_value(self, text: str, at: int) -> int:
-        character = text[at]
-        if character == "}":
-            return self._close(at)
-        if character == ",":
-            self._state = self._next_key
-        elif character not in BLANKS:
-            return self._fail(at)
-        return at + 1
-
     def _close(self, at: int) -> int:
         if self._arguments is None:  # a tool without parameters, called without any
             if self._name is None or not self._trained:
@@ -185,12 +171,9 @@ class JsonCalls(Reader):
             self._begin_call(self._name)
             self.out.arguments("{}")
             self._end_call(True)
-            self._any = True
         elif not self._arguments.shown:
             return self._fail(at)
-        self.settled = at + 1
-        self._state = self._start
-        return at + 1
+        return self._closed(at)
 
 
 class NamedCall(Reader):

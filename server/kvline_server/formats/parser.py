@@ -7,38 +7,19 @@ a mark, or of a call that is not decided; at the end that is text again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvline_server.formats.events import Event
+from kvline_server.formats.answer import AnswerParser
 from kvline_server.formats.format import HARMONY, Body, Format, Opening, Thinking
 from kvline_server.formats.harmony import HarmonyParser
 from kvline_server.formats.json_calls import JsonCalls, NamedCall
-from kvline_server.formats.lexer import Lexer, Mark, Piece, Searched
-from kvline_server.formats.output import BLANKS, Output
+from kvline_server.formats.lexer import Mark, Searched
+from kvline_server.formats.output import BLANKS
 from kvline_server.formats.python_calls import PythonCalls
 from kvline_server.formats.reader import Reader
 from kvline_server.formats.tools import Tool
 from kvline_server.formats.xml_calls import FUNCTION, XmlCalls
-
-
-class AnswerParser(Protocol):
-    @property
-    def calls(self) -> int:
-        """How many have begun."""
-        ...
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the next text is reasoning: so are the tokens that bring it."""
-        ...
-
-    def feed(self, pieces: Iterable[Piece]) -> list[Event]: ...
-
-    def end(self, finish: str) -> list[Event]:
-        """What was held back; `finish` is `length` where the answer was cut."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +40,7 @@ def parser(reads: Reads, ids: Mapping[str, int]) -> AnswerParser:
     return Parser(reads, ids)
 
 
-class Parser:
+class Parser(AnswerParser):
     def __init__(self, reads: Reads, ids: Mapping[str, int]) -> None:
         format, thinking = reads.format, reads.thinking
         openings: tuple[Opening, ...] = ()
@@ -72,6 +53,7 @@ class Parser:
         marks = {thinking.open, thinking.close} if thinking is not None else set()
         marks |= format.marks() if format is not None and openings else set()
         by_id = {ids[mark]: mark for mark in marks if mark in ids}
+        super().__init__(by_id)
         as_text = marks - ids.keys()
         starts = self._openings.keys() & as_text
         self._in_content = Searched(starts)
@@ -80,7 +62,6 @@ class Parser:
         self._closes = {
             each.close: Searched(starts | ({each.close} & as_text)) for each in openings
         }
-        self._lexer, self._out = Lexer(by_id), Output()
         self._reasons = reads.in_reasoning and thinking is not None
         if self._reasons:
             self._out.begin_reasoning()
@@ -90,29 +71,13 @@ class Parser:
         self._before = 0  # calls when it came
         self._raw: list[str] = []  # read since the last thing that was certain
 
-    @property
-    def calls(self) -> int:
-        return self._out.calls
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._reasons
-
-    def feed(self, pieces: Iterable[Piece]) -> list[Event]:
-        for piece in pieces:
-            self._lexer.push(piece)
-            while self._step():
-                pass
-        return self._out.take()
-
-    def end(self, finish: str) -> list[Event]:
-        self._lexer.end()
+    def _run(self) -> None:
         while self._step():
             pass
+
+    def _end(self, stopped: bool) -> None:
         if self._reader is not None:
-            self._interrupt(self._reader, finish != "length")
-        self._out.flush()
-        return self._out.take()
+            self._interrupt(self._reader, stopped)
 
     def _step(self) -> bool:
         """Reads one thing. -> whether there may be more"""

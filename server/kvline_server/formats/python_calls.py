@@ -8,18 +8,18 @@ from collections.abc import Collection
 from kvline_server.formats.json_text import BLANKS, quoted
 from kvline_server.formats.output import Output
 from kvline_server.formats.python_text import PythonValue
-from kvline_server.formats.reader import MAX_NAME, Reader
+from kvline_server.formats.reader import MAX_NAME, ListReader
 
 _LABEL = re.compile(r"[\w.-]+")
 
 
-class PythonCalls(Reader):
+class PythonCalls(ListReader):
+    closing = ")"
+
     def __init__(self, out: Output, known: Collection[str] | None) -> None:
         """`known`: the names that make a call where no list is around it; None: any name does."""
         super().__init__(out)
         self._known = known
-        self._listed = False
-        self._any = False
         self._name = ""
         self._key = ""
         self._value: PythonValue | None = None
@@ -36,27 +36,19 @@ class PythonCalls(Reader):
             if came := value.take():
                 self._open_value(came)
         if self.calling:
-            between = self._state in (self._behind_value, self._first_key)
+            between = self._state in (self._behind_value, self._next)
             whole = stopped and (value.done if value is not None else between)
             if whole:
                 self.out.arguments("}")
             self._end_call(whole)
         return bool(came)
 
-    def _start(self, text: str, at: int) -> int:
-        """Before a call, and behind one."""
-        character = text[at]
-        if _LABEL.match(text, at):
-            self._name = ""
-            self._state = self._label
-            return at
-        if character == "[" and not self._listed and not self._any:
-            self._listed = True
-        elif character == "]" and self._listed:
-            self.settled, self.over = at + 1, True
-        elif character not in BLANKS and not (self._any and character in ",;"):
-            return self._fail(at)
-        return at + 1
+    def _opens(self, text: str, at: int) -> bool:
+        if not _LABEL.match(text, at):
+            return False
+        self._name = ""
+        self._state = self._label
+        return True
 
     def _label(self, text: str, at: int) -> int:
         if found := _LABEL.match(text, at):
@@ -66,10 +58,11 @@ class PythonCalls(Reader):
         if text[at] != "(" or not fits:
             return self._fail(at)
         self._keys = 0
-        self._state = self._first_key
+        self._state = self._next
         return at + 1
 
-    def _first_key(self, text: str, at: int) -> int:
+    def _next(self, text: str, at: int) -> int:
+        """Also behind the bracket: a comma may stand before the end, too."""
         if text[at] == ")":
             return self._close(at)
         if text[at] in BLANKS:
@@ -113,7 +106,6 @@ class PythonCalls(Reader):
         """Shows what came of a value, with its key and the call before it."""
         if not self.calling:
             self._begin_call(self._name)
-            self._any = True
         if self._key:
             before = ", " if self._keys else "{"
             came = f'{before}"{quoted(self._key)}": {came}'
@@ -121,22 +113,9 @@ class PythonCalls(Reader):
             self._key = ""
         self.out.arguments(came)
 
-    def _behind_value(self, text: str, at: int) -> int:
-        character = text[at]
-        if character == ")":
-            return self._close(at)
-        if character == ",":
-            self._state = self._first_key
-        elif character not in BLANKS:
-            return self._fail(at)
-        return at + 1
-
     def _close(self, at: int) -> int:
         if not self.calling:
             self._begin_call(self._name)
-            self._any = True
         self.out.arguments("}" if self._keys else "{}")
         self._end_call(True)
-        self.settled = at + 1
-        self._state = self._start
-        return at + 1
+        return self._closed(at)

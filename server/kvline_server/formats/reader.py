@@ -6,6 +6,7 @@ since the last thing that was certain (`settled`) becomes text again where the r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from kvline_server.formats.json_text import BLANKS, Json, unquoted
@@ -14,7 +15,7 @@ from kvline_server.formats.output import Output
 MAX_NAME = 256  # characters, of a tool, a parameter, a key
 
 
-class Reader:
+class Reader(ABC):
     """One body; each kind has its own."""
 
     def __init__(self, out: Output) -> None:
@@ -49,8 +50,9 @@ class Reader:
             self._end_call(False)
         return False
 
+    @abstractmethod
     def _start(self, text: str, at: int) -> int:
-        raise NotImplementedError
+        """Reads on at the start of the body. -> the next position"""
 
     def _begin_call(self, name: str) -> None:
         self.out.start(name)
@@ -66,6 +68,61 @@ class Reader:
         if self.calling and not self.spills:
             self._end_call(False)
         return at
+
+
+class ListReader(Reader):
+    """Calls one after the other, or in a list."""
+
+    closing: str  # ends a call
+
+    def __init__(self, out: Output) -> None:
+        super().__init__(out)
+        self._listed = False
+        self._any = False  # a call has come
+
+    def _start(self, text: str, at: int) -> int:
+        """Before a call, and behind one."""
+        character = text[at]
+        if self._opens(text, at):
+            return at
+        if character == "[" and not self._listed and not self._any:
+            self._listed = True
+        elif character == "]" and self._listed:
+            self.settled, self.over = at + 1, True
+        elif character not in BLANKS and not (self._any and character in ",;"):
+            return self._fail(at)
+        return at + 1
+
+    @abstractmethod
+    def _opens(self, text: str, at: int) -> bool:
+        """Whether a call begins here; then it is read next."""
+
+    @abstractmethod
+    def _next(self, text: str, at: int) -> int:
+        """Behind the comma after one of a call's values."""
+
+    @abstractmethod
+    def _close(self, at: int) -> int:
+        """At the end of a call."""
+
+    def _behind_value(self, text: str, at: int) -> int:
+        character = text[at]
+        if character == self.closing:
+            return self._close(at)
+        if character == ",":
+            self._state = self._next
+        elif character not in BLANKS:
+            return self._fail(at)
+        return at + 1
+
+    def _begin_call(self, name: str) -> None:
+        super()._begin_call(name)
+        self._any = True
+
+    def _closed(self, at: int) -> int:
+        self.settled = at + 1
+        self._state = self._start
+        return at + 1
 
 
 class Arguments:
