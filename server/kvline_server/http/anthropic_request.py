@@ -11,7 +11,7 @@ from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import anthropic as kinds
 from kvline_server.http.protocol.anthropic import CountTokensRequest, MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
-from kvline_server.http.protocol.strict import parse, parse_at
+from kvline_server.http.protocol.strict import kind_of, parse, parse_at
 
 Object = dict[str, Any]
 # Begins a text that Claude Code puts first, and that differs in each request: with it no prompt
@@ -67,10 +67,10 @@ def _thinking(request: CountTokensRequest) -> Object:
 def _tools(given: list[Any]) -> Iterator[Object]:
     for index, tool in enumerate(given):
         at = f"tools[{index}]"
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind.startswith(LEFT_OUT):
+        kind = kind_of(tool)
+        if kind is not None and kind.startswith(LEFT_OUT):
             continue
-        if isinstance(kind, str) and kind != "custom":
+        if kind not in (None, "custom"):
             raise _unsupported(f"{at}.type", "must be custom; no other tools are supported here")
         read = parse_at(kinds.AnthropicTool, tool, at)
         function = {"name": read.name, "parameters": read.input_schema, "strict": read.strict}
@@ -122,7 +122,7 @@ def _of_assistant(blocks: list[Any], at: str) -> Object:
     calls: list[Object] = []
     for index, block in enumerate(blocks):
         place = f"{at}[{index}]"
-        kind = block.get("type") if isinstance(block, dict) else None
+        kind = kind_of(block)
         if kind == "tool_use":
             calls.append(_call(parse_at(kinds.ToolUseBlock, block, place)))
         elif kind == "thinking":
@@ -152,8 +152,8 @@ def _texts(content: str | list[Any], at: str) -> Iterator[str]:
 
 
 def _text(block: Any, at: str) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if isinstance(kind, str) and kind != "text":
+    kind = kind_of(block)
+    if kind is not None and kind != "text":
         raise _unsupported(f"{at}.type", f"{kind[:40]} is not supported here, as there")
     return parse_at(kinds.TextBlock, block, at).text
 

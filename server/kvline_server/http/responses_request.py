@@ -9,7 +9,7 @@ from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import responses as kinds
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
-from kvline_server.http.protocol.strict import parse, parse_at
+from kvline_server.http.protocol.strict import kind_of, parse, parse_at
 
 Object = dict[str, Any]
 Names = dict[str, tuple[str, str]]  # what a model calls -> its namespace, and its name in that
@@ -54,12 +54,12 @@ def _format(given: kinds.TextFormat) -> Object:
 def _tools(given: list[Any], place: str, names: Names, namespace: str = "") -> Iterator[Object]:
     for index, tool in enumerate(given):
         at = f"{place}[{index}]"
-        kind = tool.get("type") if isinstance(tool, dict) else None
+        kind = kind_of(tool)
         if kind == "namespace" and not namespace:
             group = parse_at(kinds.NamespaceTool, tool, at)
             yield from _tools(group.tools, f"{at}.tools", names, group.name)
         elif kind not in LEFT_OUT or namespace:
-            if isinstance(kind, str) and kind != "function":
+            if kind not in (None, "function"):
                 what = "must be function; no other tools are supported here"
                 raise _unsupported(f"{at}.type", what)
             yield _function(parse_at(kinds.FunctionTool, tool, at), namespace, names)
@@ -124,12 +124,8 @@ def _text(content: str | list[Any], at: str) -> str:
     texts = []
     for index, part in enumerate(content):
         place = f"{at}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if (
-            isinstance(kind, str)
-            and kind.startswith(("input_", "computer_"))
-            and kind != "input_text"
-        ):
+        kind = kind_of(part)
+        if kind and kind.startswith(("input_", "computer_")) and kind != "input_text":
             what = f"{kind[:40]} is not supported here; only text parts are taken"
             raise _unsupported(f"{place}.type", what)
         read = parse_at(kinds.Part, part, place)

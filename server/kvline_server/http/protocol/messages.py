@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvline_server.http import neutral
-from kvline_server.http.protocol.strict import WHOLE, CacheControl, Strict
+from kvline_server.http.protocol.strict import WHOLE, CacheControl, Strict, kind_of
 from kvline_server.http.validation import UnsupportedValue
 
 MAX_CALLS = 128  # of one message
@@ -26,8 +26,7 @@ class TextPart(Strict):
     @classmethod
     def _only_text(cls, value: Any) -> Any:
         """Before its fields, of which each kind of part has others."""
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if (kind := kind_of(value)) not in (None, "text"):
             what = kind if kind in OTHER_PARTS else "this kind of part"
             raise UnsupportedValue(f"type: {what} is not supported here; only text parts are taken")
         return value

@@ -70,6 +70,12 @@ def parse_at(kind: type[R], value: Any, place: str) -> R:
         raise BadRequest(message, param, error.code) from None
 
 
+def kind_of(value: Any) -> str | None:
+    """The `type` of an object, which says what its other fields are."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
 def check_depth(value: Any, most: int) -> None:
     """Raises ValueError where lists and objects are in each other more than `most` deep."""
     if _deeper(value, most):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvline_server.http.protocol.strict import CacheControl, Strict, check_depth
+from kvline_server.http.protocol.strict import CacheControl, Strict, check_depth, kind_of
 from kvline_server.http.validation import UnsupportedValue
 
 MAX_TOOLS = 256
@@ -41,8 +41,7 @@ class Tool(Strict):
     @classmethod
     def _only_functions(cls, value: Any) -> Any:
         """Before its fields, of which each kind of tool has others."""
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != "function":
+        if kind_of(value) not in (None, "function"):
             raise UnsupportedValue("type: must be function; no other tools are supported here")
         return value
 
@@ -70,8 +69,7 @@ class NamedTool(Strict):
     @model_validator(mode="before")
     @classmethod
     def _only_a_function(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != "function":
+        if kind_of(value) not in (None, "function"):
             raise UnsupportedValue("type: must be function; no other choice is supported here")
         return value
 
