@@ -201,22 +201,28 @@ def test_an_engine_of_random_weights_answers_as_its_grammars_say(
         Draft202012Validator(SCHEMA).validate(json.loads(text.removesuffix("<|end|>")))
 
 
-def test_a_grammar_is_compiled_once_and_a_refused_one_tried_once(shared: Grammars) -> None:
-    async def work(compiler: Compiler) -> list[float]:
-        seconds = []
-        grammar = Grammar("json_schema", json.dumps({**SCHEMA, "title": str(time.time())}))
-        for _ in range(3):
-            began = time.monotonic()
-            every = await asyncio.gather(*(key_of(compiler, grammar) for _ in range(8)))
-            seconds.append(time.monotonic() - began)
-            assert set(every) == {grammar.key()}
-        for _ in range(2):
-            with pytest.raises(NotServed, match='Unimplemented keys: \\["not"\\]'):
-                await key_of(compiler, Grammar("json_schema", '{"not":{}}'))
-        return seconds
+def test_a_grammar_is_compiled_once_and_a_refused_one_tried_once(
+    start: Callable[..., Grammars],
+) -> None:
+    """Answered again while the process that would try them is stopped."""
+    grammars = start()
 
-    first, *others = run(shared, work)
-    assert min(others) < first / 3
+    async def ask(compiler: Compiler) -> None:
+        every = await asyncio.gather(*(key_of(compiler, JSON) for _ in range(8)))
+        assert set(every) == {JSON.key()}
+        with pytest.raises(NotServed, match='Unimplemented keys: \\["not"\\]'):
+            await key_of(compiler, Grammar("json_schema", '{"not":{}}'))
+
+    async def work(compiler: Compiler) -> None:
+        await ask(compiler)
+        pid = grammars.child.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await ask(compiler)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    run(grammars, work)
 
 
 def test_a_grammar_that_takes_too_long_leaves_nothing(start: Callable[..., Grammars]) -> None:
@@ -227,24 +233,24 @@ def test_a_grammar_that_takes_too_long_leaves_nothing(start: Callable[..., Gramm
     filling = shared.filling()
     before = memory(filling)
 
-    async def work(compiler: Compiler) -> list[float]:
+    async def work(compiler: Compiler) -> int:
         async with compiler.compiled(JSON):
             made.begin(1, key)
             trying = asyncio.create_task(key_of(compiler, HUGE))
-            began, waits = time.monotonic(), []
-            while not trying.done():
-                await asyncio.sleep(0.01)
-                at = time.monotonic()
-                assert not (await asyncio.to_thread(step, made, {1: []})).failed
-                waits.append(time.monotonic() - at)
+            began, steps = time.monotonic(), 0
+            with within(3):
+                while not trying.done():
+                    await asyncio.sleep(0.01)
+                    with within(0.5):
+                        assert not (await asyncio.to_thread(step, made, {1: []})).failed
+                    steps += 1
             with pytest.raises(NotServed, match=r"more than 1\.5 s to compile"):
                 await trying
-            assert COMPILE_SECONDS * 0.9 < time.monotonic() - began < limit(3)
+            assert time.monotonic() - began > COMPILE_SECONDS * 0.9
             made.end(1)
-            return waits
+            return steps
 
-    waits = run(shared, work)
-    assert len(waits) > 20 and max(waits) < limit(0.5)
+    assert run(shared, work) > 20
     assert settles(shared.forked, lambda found: found == [filling], on="server") == [filling]
     assert memory(filling) < before + 2 * MIB
     made.close()
@@ -348,12 +354,12 @@ def test_a_late_process_ends_its_sequences_and_serves_those_after_them(
             assert not step(made, {1: []}).failed
             os.kill(pid := grammars.filling(), signal.SIGSTOP)
             began = time.monotonic()
-            assert step(made, {1: []}).failed == {1: matchers.LATE.format(0.3)}
-            assert 0.3 <= time.monotonic() - began < limit(0.6)
-            began = time.monotonic()
-            made.begin(2, key)
-            assert step(made, {1: [], 2: []}).failed[2] == matchers.STARTING
-            assert time.monotonic() - began < limit(0.3), "a stopped process is not waited for"
+            with within(0.6):
+                assert step(made, {1: []}).failed == {1: matchers.LATE.format(0.3)}
+            assert time.monotonic() - began >= 0.3
+            with within(0.3):  # a stopped process is not waited for
+                made.begin(2, key)
+                assert step(made, {1: [], 2: []}).failed[2] == matchers.STARTING
             os.kill(pid, signal.SIGCONT)
             assert await asyncio.to_thread(made.attach, limit(10))
             made.begin(3, key)

@@ -8,6 +8,7 @@ of it is sound, and no grammar ends it.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import selectors
@@ -90,7 +91,7 @@ class Trunk:
     def _serve(self, theirs: socket.socket) -> None:
         """The process itself."""
         known = self.vocabulary, self.unsupported, self.bounds
-        service.main(*known, theirs, self.listener, self.rows)
+        asyncio.run(service.serve(*known, theirs, self.listener, self.rows))
 
     def _hear(self) -> None:
         try:

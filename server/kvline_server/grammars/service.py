@@ -211,14 +211,3 @@ async def serve(
     running = asyncio.create_task(tries.run(trunk))
     async with await asyncio.start_unix_server(connected, sock=listener):
         await running
-
-
-def main(
-    vocabulary: Vocabulary | None,
-    unsupported: str,
-    bounds: GrammarBounds,
-    trunk: socket.socket,
-    listener: socket.socket,
-    rows: int,
-) -> None:
-    asyncio.run(serve(vocabulary, unsupported, bounds, trunk, listener, rows))
