@@ -95,6 +95,7 @@ def start(
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
     at most `running` running requests or kvline's default. Without `max_model_len` the model's own
     context is sought."""
+    gc.unfreeze()  # an engine before this one is not to be kept
     gc.collect()
     collect_rarely()
     with tempfile.TemporaryDirectory() as scratch:

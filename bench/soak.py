@@ -1,4 +1,5 @@
-"""Soak test for out-of-memory: the worst allowed mix at the validated budget, for minutes.
+"""Soak test for out-of-memory: the worst allowed mix at the validated budget, for minutes, with no
+headroom.
 
 Half of the requests use every option at once: top-20 logprobs of output and prompt, top-k,
 top-p, min-p, every penalty and 300 biases. The others vary: long scored prompts, full batches of

@@ -145,7 +145,7 @@ def test_no_page_has_the_same_key_under_two_salts() -> None:
     assert keys(tokens) == by_salt[0]
 
 
-EXTRAS = st.dictionaries(st.integers(0, 3), st.sampled_from([b"a", b"b", b"ab"]))
+EXTRAS = st.dictionaries(st.integers(0, 3), st.sampled_from([b"", b"a", b"b", b"ab"]))
 
 
 @given(EXTRAS, EXTRAS, st.integers(0, 4))

@@ -152,8 +152,14 @@ def _layout(
         positions = rows + np.repeat(first - row_starts[:-1], counts)
     lengths, tables = first + counts, [w.sequence.table for w in work]
     groups = [
-        _group([t.groups[at] for t in tables], lengths, positions, repeats, np.asarray(own, "i8"))
-        for at, own in zip(range(len(tables[0].groups)), chain(cleared, repeat(())), strict=False)
+        _group(
+            [table.groups[at] for table in tables],
+            lengths,
+            positions,
+            repeats,
+            np.asarray(pages, dtype=np.int64),
+        )
+        for at, pages in zip(range(len(tables[0].groups)), chain(cleared, repeat(())), strict=False)
     ]
     return Layout(decodes, row_starts, positions, tuple(groups))
 
@@ -165,7 +171,8 @@ def _group(
     repeats: np.ndarray | None,
     cleared: np.ndarray,
 ) -> GroupLayout:
-    """Of each sequence's pages and tokens. `repeats` are the rows of each; None: one."""
+    """Of each sequence's pages and tokens. `repeats` are the rows of each; None: one, the common
+    case."""
     firsts = [each.first for each in held]
     if any(firsts):
         behind = np.asarray(firsts, dtype=np.int32)

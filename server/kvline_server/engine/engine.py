@@ -190,7 +190,8 @@ class Engine:
         return Output(sequence, new, scores and scores.rows(0, len(new)), finish)
 
     def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """-> whether it ends there. With max_tokens 0 only a prompt's logprobs were asked for."""
+        """-> why it ends with this token; None: it goes on. With max_tokens 0, as prompt logprobs
+        alone are asked for, it ends with the first."""
         sequence.tokens.append(token)
         if token in self.eos_token_ids and not sequence.params.ignore_eos:
             return "stop"

@@ -76,19 +76,12 @@ class Caches:
         for count, digest in enumerate(hashes, 1):
             for group, pool in enumerate(self.pools):
                 runs[group] = runs[group] + 1 if pool.has(digest) else 0
-            if all(runs[g] >= count - self._first(g, count) for g in self._every):
+            seen = (count - first_page(window, count) for window in self.windows)
+            if all(run >= pages for run, pages in zip(runs, seen, strict=True)):
                 found = count
             elif not self.windows[0] and runs[0] < count:
                 break
         return found
-
-    @property
-    def _every(self) -> range:
-        return range(len(self.pools))
-
-    def _first(self, group: int, pages: int) -> int:
-        """The first page that is seen from behind so many."""
-        return first_page(self.windows[group], pages)
 
     def fits(self, table: PageTable, tokens: int, beside: int) -> bool:
         """Whether a sequence of so many tokens can run on with these pages, step by step, and

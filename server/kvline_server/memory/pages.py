@@ -35,7 +35,7 @@ def extend_chain(
     could be read as tokens."""
     while (end := (len(chain) + 1) * PAGE_SIZE) <= upto:
         before = chain[-1] if chain else b""
-        if extras and (extra := extras.get(len(chain))):
+        if extras and (extra := extras.get(len(chain))) is not None:
             digest = hashlib.blake2b(before, digest_size=16, key=hashlib.blake2b(extra).digest())
         else:
             digest = hashlib.blake2b(before, digest_size=16)

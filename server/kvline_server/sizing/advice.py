@@ -49,7 +49,9 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Played:
+    """What a trial of other settings showed."""
+
     longest: int  # tokens of the longest sequence of its last probe
     growth: int  # bytes that the steps of that took at most
 
@@ -58,8 +60,8 @@ class Trial:
 class Point:
     """What steps took at most."""
 
-    at: int  # rows, or tokens of the longest sequence
-    beside: int  # the other of the two, which was the same throughout
+    at: int  # rows of the largest step, or tokens of the longest sequence
+    beside: int  # the other of the two
     nbytes: int
 
 
@@ -121,9 +123,9 @@ class Adviser:
     def _rows(self, rows: int) -> int | None:
         if self.killed and extrapolated(self.grown, rows) * CAUTION > self._free():
             return None
-        tokens, found = self._played(self.settings.changed(max_prefill_tokens=rows))
-        if found is not None:
-            self.grown.append(Point(rows, found.longest, found.growth))
+        tokens, played = self._try(self.settings.changed(max_prefill_tokens=rows))
+        if played is not None:
+            self.grown.append(Point(rows, played.longest, played.growth))
         return tokens
 
     def _running(self) -> Offer | None:
@@ -147,10 +149,10 @@ class Adviser:
             nonlocal most
             if context > most:
                 return None  # a longer one leaves no more
-            tokens, found = self._played(self.settings.changed(max_model_len=context))
-            if found is not None:
+            tokens, played = self._try(self.settings.changed(max_model_len=context))
+            if played is not None:
                 rows = self.settings.max_prefill_tokens
-                self.lengthened.append(Point(context, rows, found.growth))
+                self.lengthened.append(Point(context, rows, played.growth))
             most = tokens or 0
             return most
 
@@ -229,9 +231,9 @@ class Adviser:
 
     def _play(self, settings: EngineSettings) -> int | None:
         """Tokens that these settings would leave; None where the time is over."""
-        return self._played(settings)[0]
+        return self._try(settings)[0]
 
-    def _played(self, settings: EngineSettings) -> tuple[int | None, Trial | None]:
+    def _try(self, settings: EngineSettings) -> tuple[int | None, Played | None]:
         """The same, and what its steps took, where all were played."""
         if self.session.clock() > self.ends:
             return None, None
@@ -244,7 +246,7 @@ class Adviser:
         except (DeviceOutOfMemory, StepTooLong):
             return 0, None
         growth = max(rank.growth for rank in trial.measured.ranks)
-        return tokens, Trial(search.longest, growth)
+        return tokens, Played(search.longest, growth)
 
     def _validate(self, trial: Session, tokens: int) -> int:
         """Plays the stress at the final size. -> tokens, 0 where they did not survive"""
