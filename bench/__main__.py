@@ -51,6 +51,7 @@ def main(names: list[str]) -> int:
             "spread",
             "hits",
             "ngram",
+            "host",
             "grammars",
         )
     }
