@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvline_server.http.answering import answering
 from kvline_server.http.controls import Controls, Unfollowed
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.renderers import CPU_SECONDS, Renderers, as_job
@@ -40,9 +41,13 @@ class ChatTokens:
         files: ChatFiles,
         processes: int = 1,
         seconds: float = CPU_SECONDS,
+        parser: str | None = None,
     ) -> None:
-        """`processes`: that render, so many at once; `seconds`: of CPU time for each rendering."""
+        """`processes`: that render, so many at once; `seconds`: of CPU time for each rendering;
+        `parser`: of tool calls, by its name. Raises ValueError where none has that."""
         self._tokens, self._files = tokens, files
+        template = files.tool_template or files.template or ""
+        self.answering = answering(template, tokens.added, parser)
         self.processes = processes
         self._renderers: Renderers | None = None
         if files.template is not None:

@@ -24,15 +24,18 @@ def open_tokens(folder: Path, max_text: int = MAX_TEXT) -> Tokens | None:
         raise ModelInvalid(_describe(folder, error)) from None
 
 
-def open_chat(folder: Path, tokens: Tokens | None, processes: int = 1) -> ChatTokens | None:
-    """A template that is invalid costs chat, and ends no start. Raises ModelInvalid."""
+def open_chat(
+    folder: Path, tokens: Tokens | None, processes: int = 1, parser: str | None = None
+) -> ChatTokens | None:
+    """A template that is invalid costs chat, and ends no start. `parser`: of tool calls, instead of
+    the one that the template shows. Raises ModelInvalid."""
     if tokens is None:
         return None
     try:
         files = read_chat_files(folder)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelInvalid(_describe(folder, error)) from None
-    return ChatTokens(tokens, files, processes)
+    return ChatTokens(tokens, files, processes, parser=parser)
 
 
 def _describe(folder: Path, error: Exception) -> str:

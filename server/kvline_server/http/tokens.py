@@ -32,6 +32,7 @@ class Tokens:
         added = self.tokenizer.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
         self.special = {t.content: i for i, t in added.items() if t.special}
+        self.added = {text: id for id, text in self._added.items()}
         self.special_ids = frozenset(self.special.values())
         decoder = json.loads(self.tokenizer.to_str()).get("decoder")
         kinds = set(re.findall(r'"type": "(\w+)"', json.dumps(decoder)))

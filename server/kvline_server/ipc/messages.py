@@ -72,6 +72,7 @@ class Delta(msgspec.Struct, array_like=True):
     prompt_scores: list[PackedScores] = []  # as messages of their own until they are received
     cached: int = 0
     waited_ms: int = 0  # in the queue, before its first step
+    reason: str = ""  # why its grammar could not be followed, where that is why it failed
 
 
 class PromptScores(msgspec.Struct, tag="prompt-scores", array_like=True):

@@ -8,6 +8,14 @@ import msgspec
 MAX_BIASES = 300  # of a request's logit_bias
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Reasoning ends, by the model's own mark, after so many tokens of it."""
+
+    tokens: int
+    end: int  # the mark's token
+    begin: int | None = None  # the token behind which reasoning begins; None: it has begun
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Validated by the HTTP process; the defaults turn a feature off."""
 
@@ -25,6 +33,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None  # alternatives per output token; None: no logprobs
     prompt_logprobs: int | None = None  # alternatives per prompt token; None: no logprobs
     cache_salt: str = ""  # only requests with the same one share pages of the prefix cache
+    grammar: bytes = b""  # key of the compiled one that the answer follows; empty: none
+    grammar_after: int | None = None  # it begins behind the first such token; None: at once
+    thinking: ThinkingBudget | None = None
 
     @property
     def has_penalties(self) -> bool:

@@ -33,6 +33,7 @@ class HttpArguments(ChildArguments, kw_only=True):
     totals_fd: int  # of what all HTTP processes hold
     index: int  # of this process
     processes: int
+    grammars: Path | None = None  # socket of the process that compiles them
 
 
 class SharedByRanks(msgspec.Struct):

@@ -1,0 +1,39 @@
+"""How a model writes its answers: its format of calls and its marks of reasoning, found once; and
+which requests need a grammar for their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvline_server.formats.detect import NoFormat, detect, detect_thinking
+from kvline_server.formats.format import Format, Thinking, named
+from kvline_server.formats.grammar import Choice
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.tools import NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    format: Format | NoFormat = NoFormat.TAKES_NONE  # of calls, or why there are none
+    thinking: Thinking | None = None
+    ids: Mapping[str, int] = field(default_factory=dict)  # the tokenizer's added tokens by text
+
+
+def answering(template: str, ids: Mapping[str, int], parser: str | None = None) -> Answering:
+    """Of a model with this chat template for tools; `parser` overrules what that shows. Raises
+    ValueError where no format has its name."""
+    format = named(parser) if parser is not None else detect(template, ids)
+    return Answering(format, detect_thinking(template, ids), ids)
+
+
+def choice(request: ChatRequest) -> Choice | None:
+    """Of its calls, where they are guaranteed, which needs a grammar."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    if isinstance(request.tool_choice, NamedTool):
+        return Choice("named", request.tool_choice.function.name)
+    if request.tool_choice == "required":
+        return Choice("required")
+    strict = any(tool.function.strict for tool in request.tools)
+    return Choice("auto") if strict else None
