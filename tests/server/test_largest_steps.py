@@ -70,6 +70,8 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) ->
     for name, step in every:
         rows = len(step.sampled_requests)
         assert step.listed.tolist() == list(range(rows)) and step.listed_top == 20 * (rows > 0)
+        assert step.masks.rows.tolist() == list(range(rows)), "each row has a mask"
+        assert len(step.masks.words) == rows * 10, "of 307 tokens"
         if rows and name != "unfiltered":  # every option at once
             assert (
                 step.sampling_metadata.top_k == 307
