@@ -231,7 +231,7 @@ def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
 def test_a_penalised_sequence_skips_a_step_while_its_token_is_pending() -> None:
     scheduler = Scheduler(Caches((0,), (600,), 64), 4, 64)
     plain, counted = sequence(0, 4, 9), sequence(1, 4, 9, 100)
-    counted.has_penalties = True
+    counted.waits = True
     for one in (plain, counted):
         scheduler.add(one)
     scheduler.advance(scheduler.schedule())

@@ -179,6 +179,7 @@ def _delta(output: Output) -> Delta:
         None if output.scores is None else pack(output.scores),
         cached=output.sequence.cached,
         waited_ms=int(1000 * (output.sequence.waited or 0)),
+        reason=output.reason,
     )
 
 
