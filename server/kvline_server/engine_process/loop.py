@@ -80,6 +80,7 @@ class EngineProcess:
             ranks=self.arguments.ranks,
             links=self.links,
             longest_step=options.timeouts.step,
+            grammars=self.arguments.grammars,
         )
         self.parent.send(Progress(result=result))
         return engine
@@ -146,6 +147,7 @@ class EngineProcess:
                 output_tokens=self.output_tokens,
                 draft_tokens=speculation.drafted if speculation else 0,
                 accepted_tokens=speculation.accepted if speculation else 0,
+                failed_grammars=engine.masks.failed,
             )
         )
 
