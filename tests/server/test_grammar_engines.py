@@ -7,6 +7,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 from engines import engine, finish, greedy
 from grammar_kit import Grammars
+from grammar_rank import RUNNING, rank_of, steps_of
 from jsonschema import Draft202012Validator
 from waiting import limit, within
 
@@ -25,6 +29,9 @@ from kvline_server.grammars.grammar import Grammar
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.http.tokens import Tokens
 from kvline_server.ipc.sampling_params import SamplingParams, ThinkingBudget
+from kvline_server.parallel.gloo import GlooGroup
+from kvline_server.parallel.link import Link
+from kvline_server.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.process
 T = TypeVar("T")
@@ -39,7 +46,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
-DIGITS, LONG = (Grammar("regex", "[0-9]{%d}" % count) for count in (6, 200))
+DIGITS, LONG = (Grammar("regex", f"[0-9]{{{count}}}") for count in (6, 200))
 END = "<|end|>"
 
 
@@ -316,3 +323,54 @@ def test_a_grammar_begins_where_a_budget_ends_reasoning(
             assert at <= tokens and found[id][-1].finish == "stop"
             digits = Tokens(tiny_model).decode(answer[at + 1 :]).removesuffix(END)
             assert len(digits) == 6 and digits.isdigit()
+
+
+@pytest.fixture
+def two_ranks(shared_model: Path, tmp_path: Path) -> Iterator[Ranks]:
+    """Rank 0 here, rank 1 in a process of its own."""
+    ours, theirs = socket.socketpair()
+    file = os.memfd_create("steps")
+    script = Path(__file__).with_name("grammar_rank.py")
+    words = [str(shared_model), str(tmp_path), str(theirs.fileno()), str(file)]
+    other = subprocess.Popen(
+        [sys.executable, str(script), *words], pass_fds=(theirs.fileno(), file)
+    )
+    theirs.close()
+    group = GlooGroup(0, 2, tmp_path)
+    steps = steps_of(shared_model, file)
+    yield Ranks(rank_of(shared_model, group), group, [Link(ours, 1)], steps)
+    ours.close()  # rank 1 ends with it
+    assert other.wait(limit(20)) == 0
+    os.close(file)
+
+
+def test_ranks_answer_as_the_grammar_says_with_masks_that_are_filled_once(
+    shared_model: Path, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Each has half of the vocabulary, and reads its part of the masks from the step."""
+    grammars = Grammars(shared_model, tmp_path / "grammars")
+    attached = grammars.matchers()
+
+    def work(key: bytes, digits: bytes) -> dict[int, list[Output]]:
+        made = Engine(two_ranks, RUNNING, 48, 256, (2,), matchers=attached)
+        for id in range(8):
+            params = SamplingParams(
+                90,
+                seed=id,
+                temperature=float(id % 3),
+                top_k=9 * (id % 2),
+                logit_bias=closing(shared_model),
+                grammar=key if id % 4 else digits,
+            )
+            made.submit(id, [5, 6, 7 + id], params)
+        return finish(made)
+
+    try:
+        found = play(grammars, [JSON, DIGITS], work)
+    finally:
+        attached.close()
+        grammars.stop()
+    for id in (0, 4):
+        digits = text(shared_model, found[id])
+        assert len(digits) == 6 and digits.isdigit()
+    assert check(shared_model, found, {1, 2, 3, 5, 6, 7}) >= 2
