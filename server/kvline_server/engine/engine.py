@@ -155,10 +155,9 @@ class Engine:
             batch, results = launched.batch, launched.step.wait()
             _distribute(batch, results)
             scores, before = _listed(batch, results), len(out)
-            for sequence, verdict in launched.verdicts.items():
-                if not sequence.ended:
-                    out.append(self._end(sequence, verdict))
             sampled = results.tokens.tolist()
+            if launched.verdicts:
+                out += self._ended(launched, sampled, scores)
             if batch.drafts:
                 each = zip(batch.sampled, batch.drafts, batch.split(sampled), strict=True)
                 for at, (sequence, drafts, own) in enumerate(each):
@@ -182,7 +181,8 @@ class Engine:
         self.scheduler.confirm(sequence, known)
         out = Output(sequence, [token], scores, finish)
         if known == sequence.prompt_length and sequence.scores:
-            out.prompt_scores = _whole(sequence)
+            out.prompt_scores = join(sequence.scores)
+            sequence.scores = []
         if finish is not None:
             self.abort(sequence.id)
         return out
@@ -219,13 +219,28 @@ class Engine:
             return "stop"
         return "length" if len(sequence.tokens) >= sequence.limit else None
 
-    def _end(self, sequence: Sequence, verdict: Verdict) -> Output:
-        """With a step whose masks have shown that nothing can follow."""
-        if sequence.not_finite:
-            return self._fail(sequence)
-        self.abort(sequence.id)
-        scores = _whole(sequence) if sequence.scores else None
-        return Output(sequence, [], None, verdict.finish, scores, verdict.reason)
+    def _ended(
+        self, launched: _Launched, sampled: list[int], scores: dict[int, Scores]
+    ) -> list[Output]:
+        """Of sequences that end with a step as its masks have shown. Where nothing can follow, what
+        was sampled stands for an end token."""
+        out: list[Output] = []
+        batch = launched.batch
+        for at, (sequence, own) in enumerate(zip(batch.sampled, batch.split(sampled), strict=True)):
+            verdict = launched.verdicts.get(sequence)
+            if verdict is None or sequence.ended:
+                continue
+            if verdict.finish == "error":
+                self.abort(sequence.id)
+                out.append(Output(sequence, [], None, "error", reason=verdict.reason))
+                continue
+            first = scores.get(at)
+            made = self._publish(sequence, own[0], first and first.rows(0, 1))
+            if made.finish != "error":
+                made.finish = "stop"
+                self.abort(sequence.id)
+            out.append(made)
+        return out
 
     def _fail(self, sequence: Sequence) -> Output:
         """After a result of it that was not finite."""
@@ -249,12 +264,6 @@ class Engine:
             seconds = now - max(launched.at, self._read_at)
             speculation.costs.add(layout.rows, tokens, seconds, launched.host)
         self._read_at = now
-
-
-def _whole(sequence: Sequence) -> Scores:
-    """Of its prompt."""
-    scores, sequence.scores = join(sequence.scores), []
-    return scores
 
 
 def _listed(batch: batches.Batch, results: Results) -> dict[int, Scores]:

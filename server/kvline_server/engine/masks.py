@@ -57,7 +57,7 @@ class Reasoning(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a sequence ends with a step, whatever that step samples for it."""
+    """How a sequence ends with a step, whatever that step samples for it."""
 
     finish: Literal["stop", "error"]
     reason: str = ""
