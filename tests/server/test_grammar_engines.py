@@ -192,7 +192,9 @@ def test_an_answer_ends_where_nothing_can_follow_also_without_end_tokens(
 
     for outputs in play(grammars, [DIGITS], work).values():
         assert outputs[-1].finish == "stop" and outputs[-1].reason == ""
-        assert len(outputs[-1].tokens) == 1, "in the place of an end token, which HTTP does not show"
+        assert len(outputs[-1].tokens) == 1, (
+            "in the place of an end token, which HTTP does not show"
+        )
         digits = text(tiny_model, outputs)
         assert len(digits) == 6 and digits.isdigit()
 
