@@ -74,7 +74,7 @@ class Supervisor:
         self.starting = Quiet(lambda: self.keeper.changed_at)
         self.grammars: GrammarProcess | None = None
         self.engine: EngineProcesses | None = None
-        self.told: EngineProcesses | None = None  # that the other processes have their memory
+        self.notified: EngineProcesses | None = None  # that the other processes have their memory
         self.ranks = launch.tensor_parallel
         self.http: list[Child] = []
         self.internal: InternalServer | None = None
@@ -149,15 +149,10 @@ class Supervisor:
         """Where a process of theirs still starts, so that it is measured, the engine waits."""
         assert self.grammars is not None
         self.grammars.tend()
-        told = self.engine is self.told
-        if (
-            self.engine is not None
-            and not told
-            and self.health.edge.ready
-            and self.grammars.settled
-        ):
-            self.told = self.engine
-            self.engine.first.tell(NeighboursReady())
+        waiting = self.engine if self.engine is not self.notified else None
+        if waiting is not None and self.health.edge.ready and self.grammars.settled:
+            self.notified = waiting
+            waiting.first.tell(NeighboursReady())
 
     def _is_drained(self, drain: DrainState) -> bool:
         ended = self._ended_http()
