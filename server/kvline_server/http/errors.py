@@ -13,6 +13,7 @@ ApiError
 ├── TooMany        429  with Retry-After
 ├── HeadTooLarge   431
 ├── EngineFailed   500
+├── GrammarFailed  503  with Retry-After
 └── Unavailable    503
 """
 
@@ -118,6 +119,14 @@ class TooMany(ApiError):
 
 class EngineFailed(ApiError):
     status = 500
+
+
+class GrammarFailed(ApiError):
+    """An answer's grammar could not be followed to its end. Another try may be."""
+
+    status = 503
+    usual_code = "grammar_failed"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
 
 class Unavailable(ApiError):
