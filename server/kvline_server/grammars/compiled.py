@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
@@ -29,10 +30,9 @@ class GrammarRefused(Exception):
 def compiled(grammar: Grammar, vocabulary: Vocabulary, lexer_states: int) -> LLMatcher:
     """A matcher at its beginning, whose copies share its lexer. Raises GrammarRefused."""
     limits = LLParserLimits(max_lexer_states=lexer_states, verbose_errors=False)
-    text = source(grammar)
     if grammar.kind == "lark":
-        text = _as_lark(text)
-    made = LLMatcher(vocabulary.tokenizer, text, limits=limits, log_level=0)
+        grammar = msgspec.structs.replace(grammar, text=_as_lark(grammar.text))
+    made = LLMatcher(vocabulary.tokenizer, source(grammar), limits=limits, log_level=0)
     check(made)
     row = np.zeros(vocabulary.words, np.int32)
     fill(made, row)
