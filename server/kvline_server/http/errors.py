@@ -13,7 +13,8 @@ ApiError
 ├── TooMany        429  with Retry-After
 ├── HeadTooLarge   431
 ├── EngineFailed   500
-└── Unavailable    503
+├── Unavailable    503
+└── NoGrammar      503  with Retry-After
 """
 
 from __future__ import annotations
@@ -123,3 +124,11 @@ class EngineFailed(ApiError):
 class Unavailable(ApiError):
     status = 503
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "5", "Connection": "close"}
+
+
+class NoGrammar(ApiError):
+    """What the answer must follow could not be compiled now."""
+
+    status = 503
+    usual_code = "grammar_unavailable"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}

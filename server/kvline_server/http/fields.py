@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvline_server.http.errors import BadRequest
+from kvline_server.http.errors import BadRequest, NoGrammar
 
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 _WHOLE = ("messages", "prompt")  # items of one are not those of the other
@@ -41,10 +41,10 @@ def named(field: Field) -> Iterator[None]:
     """Errors within name the client's field."""
     try:
         yield
-    except BadRequest as error:
+    except (BadRequest, NoGrammar) as error:
         if error.param is None or (own := field(error.param)) == error.param:
             raise
         message = error.message
         if message.startswith(error.param):
             message = own + message.removeprefix(error.param)
-        raise BadRequest(message, own, error.code) from None
+        raise type(error)(message, own, error.code) from None

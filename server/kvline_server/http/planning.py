@@ -8,12 +8,15 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from kvline_server.http.admission import Room
 from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.chat import Chat
+from kvline_server.http.envelope import Route
 from kvline_server.http.fields import Field, named
+from kvline_server.http.guarantee import Guarantee, compiled, demanded, guaranteed
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
@@ -53,16 +56,28 @@ async def plan(
             id = request_id(request.headers.get("x-request-id"), id_prefix)
             work = route(id, parsed, service.generator, service.limits, arrived)
             if not renders:
+                guarantee = await asyncio.to_thread(_guarantee, work)
                 jobs = await asyncio.to_thread(work.plan)
         if renders:
             with named(field):
                 # Without a turn: a template may take long, and completions need none.
-                await asyncio.to_thread(work.render)
+                guarantee = await asyncio.to_thread(_guarantee, work)
                 async with turn:
                     jobs = await asyncio.to_thread(work.plan)
     with named(field):
         room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
+        if guarantee is not None:
+            # Within its room, which bounds the prompts of requests that wait for a grammar.
+            key = stack.enter_context(await compiled(service.compiler, guarantee))
+            jobs = [(prompt, msgspec.structs.replace(made, grammar=key)) for prompt, made in jobs]
     return work, jobs, room
+
+
+def _guarantee(work: Route[Any]) -> Guarantee | None:
+    """And renders what is rendered: from then on the request has no tools. Raises BadRequest."""
+    demand = demanded(work.request, work.generator)
+    prompt = work.render()[0] if isinstance(work, Chat) else ""
+    return None if demand is None else guaranteed(demand, work.generator.tokens, prompt)
 
 
 def _wanted(jobs: Jobs) -> tuple[int, int]:
