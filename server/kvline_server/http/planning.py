@@ -14,6 +14,7 @@ from starlette.requests import Request
 from kvline_server.http.admission import Room
 from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.chat import Chat
+from kvline_server.http.completions import Completion
 from kvline_server.http.envelope import Route
 from kvline_server.http.fields import Field, named
 from kvline_server.http.guarantee import Guarantee, compiled, demanded, guaranteed
@@ -56,8 +57,7 @@ async def plan(
             id = request_id(request.headers.get("x-request-id"), id_prefix)
             work = route(id, parsed, service.generator, service.limits, arrived)
             if not renders:
-                guarantee = await asyncio.to_thread(_guarantee, work)
-                jobs = await asyncio.to_thread(work.plan)
+                guarantee, jobs = await asyncio.to_thread(_unrendered, work)
         if renders:
             with named(field):
                 # Without a turn: a template may take long, and completions need none.
@@ -78,6 +78,10 @@ def _guarantee(work: Route[Any]) -> Guarantee | None:
     demand = demanded(work.request, work.generator)
     prompt = work.render()[0] if isinstance(work, Chat) else ""
     return None if demand is None else guaranteed(demand, work.generator.tokens, prompt)
+
+
+def _unrendered(work: Completion) -> tuple[Guarantee | None, Jobs]:
+    return _guarantee(work), work.plan()
 
 
 def _wanted(jobs: Jobs) -> tuple[int, int]:
