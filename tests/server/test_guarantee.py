@@ -244,7 +244,10 @@ REFUSED: list[tuple[str, Fields, str, str]] = [
      "structured_outputs", "one of the two"),
     (CHATS, {"response_format": {"type": "structural_tag", "format": {"type": "no"}}},
      "response_format.format.type", "expected one of"),
+    # What takes too long only behind reasoning, or within a call.
     (CHATS, {"response_format": SLOW}, FORM, ""),
+    (CHATS, {"response_format": SLOW, "chat_template_kwargs": {"enable_thinking": True}}, FORM, ""),
+    (CHATS, {"tools": [tool("g", DEEP, strict=True)]}, "tools[0].function.parameters", "'g'"),
     (CHATS, {"response_format": JSON, "stop": ["a"]}, "stop", "is guaranteed"),
     (CHATS, {"response_format": JSON, "ignore_eos": True}, "ignore_eos", "is guaranteed"),
     (CHATS, {"response_format": JSON, "ignore_eos": True, "min_tokens": 3}, "min_tokens", "is gua"),
