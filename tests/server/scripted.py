@@ -46,8 +46,8 @@ class Scripted:
         generator = Generator(self.client, self.tokens, Traces(None), chat)
         limits = RequestLimits("tiny", vocabulary, CONTEXT, 20, 1 << 20)
         bodies = Bodies(ClientLimits(), self.admission.totals)
-        service = Service(generator, self.admission, bodies, limits, 0, **more)
-        self.app = create_app(service)
+        self.service = Service(generator, self.admission, bodies, limits, 0, **more)
+        self.app = create_app(self.service)
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(
             transport=transport, base_url="http://tiny", timeout=limit(60)
