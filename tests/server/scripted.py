@@ -30,7 +30,13 @@ VOCABULARY = 307
 
 
 class Scripted:
-    def __init__(self, folder: Path, max_held: int = 1 << 24, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_held: int = 1 << 24,
+        vocabulary: int = VOCABULARY,
+        **more: Any,
+    ) -> None:
         """`more`: of the service."""
         self.client = EngineClient(1000)
         self.admission = Admission(max_held=max_held)
@@ -38,7 +44,7 @@ class Scripted:
         self.tokens = Tokens(folder)
         chat = open_chat(folder, self.tokens)
         generator = Generator(self.client, self.tokens, Traces(None), chat)
-        limits = RequestLimits("tiny", VOCABULARY, CONTEXT, 20, 1 << 20)
+        limits = RequestLimits("tiny", vocabulary, CONTEXT, 20, 1 << 20)
         bodies = Bodies(ClientLimits(), self.admission.totals)
         self.service = Service(generator, self.admission, bodies, limits, 0, **more)
         self.app = create_app(self.service)

@@ -40,7 +40,7 @@ CACHED: Fields = {"cache_control": {"type": "ephemeral"}}
 
 def asked(**fields: Any) -> ChatRequest:
     body = {"model": "tiny", "max_tokens": 5, "messages": [USER], **fields}
-    return to_chat(parse(MessagesRequest, body))
+    return to_chat(parse(MessagesRequest, body))[0]
 
 
 def messages(**fields: Any) -> list[Fields]:
@@ -160,6 +160,17 @@ WRONG: list[tuple[Fields, str, str]] = [
     ({"tools": [{"type": "web_search_x", "a": DEEP}]}, "tools[0]", "invalid_value"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "missing_required_parameter"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "invalid_value"),
+    # What only the chat finds has this API's names, and its places.
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL, TOOL]},
+        "tools[2].name",
+        "invalid_value",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+        "tool_choice.name",
+        "invalid_value",
+    ),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
     (
         {"thinking": {"type": "disabled", "budget_tokens": 5}},

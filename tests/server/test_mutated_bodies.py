@@ -113,7 +113,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], ChatRequest]]]
         RESPONSES,
         lambda body: responses_request.to_chat(parse(ResponsesRequest, body))[0],
     ),
-    "messages": (MESSAGES, lambda body: anthropic_request.to_chat(parse(MessagesRequest, body))),
+    "messages": (MESSAGES, lambda body: anthropic_request.to_chat(parse(MessagesRequest, body))[0]),
 }
 Path = list[str | int]
 

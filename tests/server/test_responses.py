@@ -132,7 +132,7 @@ def test_tools_of_a_namespace_come_back_with_it() -> None:
     crm = {"type": "namespace", "name": "crm", "description": "d", "tools": [TOOL]}
     fields = {"tools": [TOOL, crm, {**crm, "name": "mcp__x__"}, {"type": "web_search", "a": 1}]}
     request = parse(ResponsesRequest, {"model": "tiny", "input": "hi", **fields})
-    made, names = to_chat(request)
+    made, names, _ = to_chat(request)
     assert [t.function.name for t in made.tools or ()] == ["f", "crm.f", "mcp__x__f"]
     assert names == {"crm.f": ("crm", "f"), "mcp__x__f": ("mcp__x__", "f")}
 

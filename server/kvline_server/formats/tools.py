@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 MOST_SCHEMAS = 100  # that are followed for one value's types: a schema may be endless
@@ -27,12 +27,15 @@ HINTS = {
 
 class ToolRefused(Exception):
     """The arguments of a tool cannot be guaranteed; the reason is a grammar's own, or names what
-    the model's format cannot express."""
+    the model's format cannot express. `field`: what of the tool is wrong."""
 
-    def __init__(self, tool: str, reason: str) -> None:
+    def __init__(
+        self, tool: str, reason: str, field: Literal["name", "parameters"] = "parameters"
+    ) -> None:
         super().__init__(f"the arguments of {tool!r} cannot be guaranteed: {reason}")
         self.tool = tool
         self.reason = reason
+        self.field: Literal["name", "parameters"] = field
 
 
 @dataclass(frozen=True, slots=True)

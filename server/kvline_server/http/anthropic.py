@@ -38,7 +38,9 @@ class Messages:
     id_prefix: ClassVar[str] = "msg_"
 
     def read(self, value: Object) -> ChatRequest:
-        return to_chat(parse(MessagesRequest, value))
+        chat, fields = to_chat(parse(MessagesRequest, value))
+        self.field = fields.of
+        return chat
 
     def begin(self, work: Chat) -> Iterator[Sent]:
         """The first event has tokens of the prefix cache, which are known with the first token."""

@@ -14,7 +14,8 @@ ApiError
 ├── HeadTooLarge   431
 ├── EngineFailed   500
 ├── GrammarFailed  503  with Retry-After
-└── Unavailable    503
+├── Unavailable    503
+└── NoGrammar      503  with Retry-After
 """
 
 from __future__ import annotations
@@ -132,3 +133,11 @@ class GrammarFailed(ApiError):
 class Unavailable(ApiError):
     status = 503
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "5", "Connection": "close"}
+
+
+class NoGrammar(ApiError):
+    """What the answer must follow could not be compiled now."""
+
+    status = 503
+    usual_code = "grammar_unavailable"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}

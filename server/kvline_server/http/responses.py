@@ -37,7 +37,8 @@ class Responses:
 
     def read(self, value: Object) -> ChatRequest:
         self._asked = parse(ResponsesRequest, value)
-        chat, self._names = to_chat(self._asked)
+        chat, self._names, fields = to_chat(self._asked)
+        self.field = fields.of
         # As the answer repeats them, which takes a fraction of their objects' memory.
         self._tools = msgspec.Raw(msgspec.json.encode(self._asked.tools or []))
         self._asked.input, self._asked.tools = "", None

@@ -8,21 +8,8 @@ from kvline_server.http.protocol.generation import GenerationRequest
 
 
 def check_served(request: GenerationRequest) -> None:
-    """Raises BadRequest by the field's name: answers are not constrained, nor are calls of tools
-    read from them."""
-    if request.response_format is not None and request.response_format.type != "text":
-        raise _unserved("response_format.type", 'leave it out, or send "text"')
-    if request.structured_outputs is not None:
-        raise _unserved("structured_outputs", "leave it out")
-    if not isinstance(request, ChatRequest):
-        return
-    if request.tool_choice not in (None, "none", "auto"):
-        raise _unserved("tool_choice", 'leave it out, or send "none"')
-    if request.tools and request.tool_choice != "none":
-        raise _unserved("tools", 'leave it out, or send tool_choice "none"')
-    if request.thinking_token_budget is not None:
-        raise _unserved("thinking_token_budget", "leave it out")
-
-
-def _unserved(field: str, instead: str) -> BadRequest:
-    return BadRequest(f"{field}: is not supported here; {instead}", field, "unsupported_value")
+    """Raises BadRequest by the field's name."""
+    if isinstance(request, ChatRequest) and request.thinking_token_budget is not None:
+        field = "thinking_token_budget"
+        message = f"{field}: is not supported here; leave it out"
+        raise BadRequest(message, field, "unsupported_value")

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from kvline_server.http.chat import Chat
 from kvline_server.http.envelope import escaped
 from kvline_server.http.errors import ApiError
+from kvline_server.http.fields import Field
 from kvline_server.http.generate import Answer, Piece
 from kvline_server.http.planning import plan
 from kvline_server.http.protocol.chat import ChatRequest
@@ -41,6 +42,7 @@ class Translation(Protocol):
     """One request of another API: what it means, and how it is answered."""
 
     id_prefix: ClassVar[str]
+    field: Field  # its own one, by the chat's; once the request is read
 
     def read(self, value: Object) -> ChatRequest:
         """Raises BadRequest with that API's field."""
@@ -61,7 +63,8 @@ class Translation(Protocol):
 
 async def translated(service: Service, request: Request, made: Translation) -> Response:
     with ExitStack() as stack:
-        work, jobs, room = await plan(service, request, stack, Chat, made.read, made.id_prefix)
+        names = made.read, made.id_prefix, lambda name: made.field(name)
+        work, jobs, room = await plan(service, request, stack, Chat, *names)
         headers = {"x-request-id": work.id, "request-id": work.id}
         if work.request.stream:
             stream = _stream(work, jobs, made, stack.pop_all())
