@@ -11,16 +11,20 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from kvline_server.formats.events import CallArguments, Event, Reasoning, Text
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Answer, Generator, Piece, RequestLimits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.later import encode
+from kvline_server.http.pieces import Answer, Piece
 from kvline_server.http.protocol.generation import GenerationRequest, StreamOptions
+from kvline_server.http.reading import Reading
 from kvline_server.ipc.sampling_params import SamplingParams
 
 Request = TypeVar("Request", bound=GenerationRequest)
 NO_OPTIONS = StreamOptions()
 LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 MARK, ENCODED_MARK = "\0", b'"\\u0000"'  # stands for a text
+Growing = type[Text] | type[Reasoning] | type[CallArguments]
 _encode_text = msgspec.json.Encoder().encode
 
 
@@ -38,6 +42,12 @@ class Route(ABC, Generic[Request]):
     arrived: float  # when the request had come, by time.monotonic
     created: int = field(init=False, default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(init=False, default_factory=list)
+    reading: Reading | None = field(init=False, default=None)  # None: answers are text
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept of the request until it is answered, beside its prompts."""
+        return 0 if self.reading is None else self.reading.held
 
     def opening(self, chunks: Chunks) -> list[bytes]:
         """Chunks before those of any choice."""
@@ -48,23 +58,29 @@ class Route(ABC, Generic[Request]):
         return ()
 
     @abstractmethod
-    def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        """The piece as a choice of a chunk."""
+    def parts(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
+        """The piece as choices, each of a chunk."""
 
     async def events(
         self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent chunks of one choice; adds its usage to `chunks.totals`."""
         stops, first = self.request.stops(), True
-        async with aclosing(self.generator.follow(prompt, params, stops, self.arrived)) as pieces:
+        pieces = self.generator.follow(prompt, params, stops, self.arrived, self.reading)
+        async with aclosing(pieces):
             async for piece in pieces:
                 chunks.totals[index].count(piece)
                 if first:
                     for choice in self.echo(index, prompt, piece):
                         yield chunks.choice(choice)
                     first = False
-                if not piece.text_alone:
-                    yield chunks.choice(self.part(index, piece))
+                if not piece.goes_on:
+                    for choice in self.parts(index, piece):
+                        yield chunks.choice(choice)
+                elif piece.events:
+                    for event in piece.events:
+                        for chunk in chunks.event(index, event):
+                            yield chunk
                 elif piece.text:
                     yield chunks.text(index, piece.text)
 
@@ -90,7 +106,8 @@ class Chunks:
         self._head = b"data: " + escaped(fields[:-2])  # without the end of the list of choices
         self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._counts = options.continuous_usage_stats
-        self._around: dict[int, list[bytes]] = {}  # the text of a choice
+        # The text of a choice, and of one's event by its kind and its call.
+        self._around: dict[tuple[int, Growing, int], list[bytes]] = {}
 
     def choice(self, choice: dict[str, Any]) -> bytes:
         tail = self._usage() if self._counts else self._tail
@@ -98,13 +115,29 @@ class Chunks:
 
     def text(self, index: int, text: str) -> bytes:
         """Of a choice that goes on, without logprobs."""
-        if self._counts:
-            return self.choice(self._work.part(index, Piece(text)))
-        around = self._around.get(index)
+        return self._grown(index, text, Text)
+
+    def event(self, index: int, event: Event) -> Iterable[bytes]:
+        if isinstance(event, Text | Reasoning):
+            yield self._grown(index, event.text, type(event))
+        elif isinstance(event, CallArguments):
+            yield self._grown(index, event.text, CallArguments, event.index)
+        else:
+            for choice in self._work.parts(index, _piece(event)):
+                yield self.choice(choice)
+
+    def _grown(self, index: int, text: str, kind: Growing, call: int = 0) -> bytes:
+        """More of what is text in a choice, which may stand in several places of its chunk."""
+        around = self._around.get((index, kind, call))
         if around is None:
-            marked = self.choice(self._work.part(index, Piece(MARK)))
-            around = self._around[index] = marked.rsplit(ENCODED_MARK, 1)
-        return around[0] + escaped(_encode_text(text)) + around[1]
+            event = CallArguments(call, MARK) if issubclass(kind, CallArguments) else kind(MARK)
+            [choice] = self._work.parts(index, _piece(event))
+            around = escaped(b"".join(encode(choice))).split(ENCODED_MARK)
+            around[0] = self._head + around[0]
+            around[-1] += b"" if self._counts else self._tail
+            self._around[index, kind, call] = around
+        chunk = escaped(_encode_text(text)).join(around)
+        return chunk + self._usage() if self._counts else chunk
 
     def last(self) -> bytes:
         return self._head + self._usage()
@@ -112,6 +145,12 @@ class Chunks:
     def _usage(self) -> bytes:
         counted = usage(self._work.prompts, self.totals)
         return b'],"usage":' + msgspec.json.encode(counted) + b"}\n\n"
+
+
+def _piece(event: Event) -> Piece:
+    made = Piece()
+    made.write(event)
+    return made
 
 
 def error_event(error: ApiError) -> bytes:
@@ -150,4 +189,5 @@ def usage(prompts: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning for a in answers)},
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from kvline_server.http.answering import choice
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.generation import GenerationRequest
 
 
 def check_served(request: GenerationRequest) -> None:
-    """Raises BadRequest by the field's name: answers are not constrained, nor are calls of tools
-    read from them."""
+    """Raises BadRequest by the field's name: answers are not constrained, nor are calls."""
     if request.response_format is not None and request.response_format.type != "text":
         raise _unserved("response_format.type", 'leave it out, or send "text"')
     if request.structured_outputs is not None:
@@ -18,10 +18,8 @@ def check_served(request: GenerationRequest) -> None:
         return
     if request.tool_choice not in (None, "none", "auto"):
         raise _unserved("tool_choice", 'leave it out, or send "none"')
-    if request.tools and request.tool_choice != "none":
-        raise _unserved("tools", 'leave it out, or send tool_choice "none"')
-    if request.thinking_token_budget is not None:
-        raise _unserved("thinking_token_budget", "leave it out")
+    if choice(request) is not None:
+        raise _unserved("tools", 'leave "strict" out, or send tool_choice "none"')
 
 
 def _unserved(field: str, instead: str) -> BadRequest:
