@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvline_server.formats.answer import AnswerParser, Kind
 from kvline_server.formats.events import (
     CallArguments,
     CallEnd,
@@ -119,8 +120,11 @@ class Writing:
         if self._parser is None:
             piece.text += self._matcher.push(text)
         elif shown:
-            piece.reasoning += self._parser.in_reasoning
-            self._read(piece, self._parser.feed([(delta.tokens[0], text)]))
+            kind = self._parser.plain(delta.tokens[0], text)
+            if kind is Text and not piece.events:  # as most tokens are
+                piece.text += self._matcher.push(text)
+            else:
+                self._parse(piece, self._parser, delta.tokens[0], text, kind)
         if delta.finish is not None:
             self._finish(piece, delta.finish)
         if self._matcher.found:
@@ -130,6 +134,15 @@ class Writing:
             piece.finish = "stop"
         if self._called and piece.finish == "stop":
             piece.finish = "tool_calls"
+
+    def _parse(
+        self, piece: Piece, parser: AnswerParser, token: int, text: str, kind: Kind | None
+    ) -> None:
+        piece.reasoning += parser.in_reasoning
+        if kind is None:
+            self._read(piece, parser.feed([(token, text)]))
+        elif text:
+            self._read(piece, [kind(text)])
 
     def _finish(self, piece: Piece, finish: str) -> None:
         rest = self._stream.flush() if self._stream is not None else ""
