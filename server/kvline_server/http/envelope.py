@@ -79,8 +79,7 @@ class Route(ABC, Generic[Request]):
                         yield chunks.choice(choice)
                 elif piece.events:
                     for event in piece.events:
-                        for chunk in chunks.event(index, event):
-                            yield chunk
+                        yield chunks.event(index, event)
                 elif piece.text:
                     yield chunks.text(index, piece.text)
 
@@ -117,14 +116,13 @@ class Chunks:
         """Of a choice that goes on, without logprobs."""
         return self._grown(index, text, Text)
 
-    def event(self, index: int, event: Event) -> Iterable[bytes]:
+    def event(self, index: int, event: Event) -> bytes:
+        """Likewise; nothing for one that a stream does not show."""
         if isinstance(event, Text | Reasoning):
-            yield self._grown(index, event.text, type(event))
-        elif isinstance(event, CallArguments):
-            yield self._grown(index, event.text, CallArguments, event.index)
-        else:
-            for choice in self._work.parts(index, _piece(event)):
-                yield self.choice(choice)
+            return self._grown(index, event.text, type(event))
+        if isinstance(event, CallArguments):
+            return self._grown(index, event.text, CallArguments, event.index)
+        return b"".join(map(self.choice, self._work.parts(index, _piece(event))))
 
     def _grown(self, index: int, text: str, kind: Growing, call: int = 0) -> bytes:
         """More of what is text in a choice, which may stand in several places of its chunk."""

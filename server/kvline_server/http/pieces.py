@@ -98,7 +98,9 @@ class Writing:
         self, tokens: Tokens | None, params: SamplingParams, stops: list[str], read: Reading | None
     ) -> None:
         self.ended = False  # by a stop text, or by the only call that is wanted
-        self._params, self._reading = params, read
+        self._params = params
+        self._one_call = read is not None and read.one_call
+        self._shows_reasoning = read is not None and read.shows_reasoning
         self._stream = tokens.stream() if tokens is not None else None
         self._matcher = StopMatcher(stops)
         self._parser = read.parser() if read is not None else None
@@ -141,8 +143,10 @@ class Writing:
         piece.reasoning += parser.in_reasoning
         if kind is None:
             self._read(piece, parser.feed([(token, text)]))
-        elif text:
-            self._read(piece, [kind(text)])
+        elif kind is Text:
+            self._read(piece, [Text(text)])
+        elif text and self._shows_reasoning:
+            piece.write(Reasoning(text))
 
     def _finish(self, piece: Piece, finish: str) -> None:
         rest = self._stream.flush() if self._stream is not None else ""
@@ -167,13 +171,10 @@ class Writing:
             self._release(piece)
             if isinstance(event, CallEnd):
                 self._called |= event.complete
-                self.ended = self._reading is not None and self._reading.one_call
-            if not isinstance(event, Reasoning) or self._shows_reasoning():
+                self.ended = self._one_call
+            if not isinstance(event, Reasoning) or self._shows_reasoning:
                 piece.write(event)
 
     def _release(self, piece: Piece) -> None:
         if held := self._matcher.flush():
             piece.write(Text(held))
-
-    def _shows_reasoning(self) -> bool:
-        return self._reading is not None and self._reading.shows_reasoning
