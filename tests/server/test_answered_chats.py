@@ -144,12 +144,12 @@ def test_choices_are_read_each_by_itself(serving: Server) -> None:
 
     async def story() -> None:
         async with serving("Hermes") as made:
-            called, told = case("Hermes", "B"), case("Hermes", "reasoning")
-            outputs = [written(called), written(told)]
+            called, other = case("Hermes", "B"), case("Hermes", "reasoning")
+            outputs = [written(called), written(other)]
             body = body_of(called, n=2, logprobs=True)
             answer, _ = await ask(made, body, outputs, "stop", scores=SCORES)
             chunks, _ = await ask(made, body | {"stream": True}, outputs, "stop", scores=SCORES)
-            for index, example in enumerate((called, told)):
+            for index, example in enumerate((called, other)):
                 choice, found = answer["choices"][index], chosen(chunks, index)
                 assert without_ids(choice["message"]) == meant(example.events)
                 assert message_of(found) == meant(example.events)
@@ -200,17 +200,17 @@ def test_an_answer_in_json_that_no_tool_asked_for_is_content(serving: Server) ->
 def test_a_budget_of_reasoning_goes_to_the_engine(serving: Server) -> None:
     async def story() -> None:
         async with serving("Hermes") as made:
-            known, told = ids("Hermes"), case("Hermes", "no call")
+            known, other = ids("Hermes"), case("Hermes", "no call")
             for opened, begin in ((False, known["<think>"]), (True, None)):
                 body = CHAT | {"chat_template_kwargs": {"opened": opened}}
                 body |= {"thinking_token_budget": 5}
-                _, [asked] = await ask(made, body, [written(told)], "stop")
+                _, [asked] = await ask(made, body, [written(other)], "stop")
                 thinking = asked.params.thinking
                 assert thinking is not None
                 found = thinking.tokens, thinking.end, thinking.begin
                 assert found == (5, known["</think>"], begin)
             body = {**CHAT, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 7}}
-            _, [asked] = await ask(made, body, [written(told)], "stop", "/v1/messages")
+            _, [asked] = await ask(made, body, [written(other)], "stop", "/v1/messages")
             assert asked.params.thinking is not None and asked.params.thinking.tokens == 7
         async with serving("Hermes-text") as made:  # its marks are no tokens
             answer = await made.http.post(
