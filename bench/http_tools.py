@@ -115,7 +115,7 @@ class _Process:
 
     async def cost(self, fields: dict[str, Any], output: list[int]) -> float:
         tasks = [asyncio.create_task(self._chat(fields)) for _ in range(CHATS)]
-        ids = []
+        ids: list[int] = []
         while len(ids) < CHATS:
             message = await messages.read(self._reader)
             if isinstance(message, Submit):
@@ -146,8 +146,8 @@ class _Process:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
         raw = json.dumps(body | fields).encode()
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
-        scope |= {"query_string": b"", "headers": headers, "asgi": {"version": "3.0"}}
+        scope: Scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+        more: Scope = {"query_string": b"", "headers": headers, "asgi": {"version": "3.0"}}
         received = iter([{"type": "http.request", "body": raw, "more_body": False}])
         waits = asyncio.Event()
 
@@ -162,4 +162,4 @@ class _Process:
             if status != 200:
                 raise RuntimeError(f"a chat was answered {status}")
 
-        await self._app(scope, receive, send)
+        await self._app({**scope, **more}, receive, send)

@@ -19,6 +19,7 @@ from waiting import answer_of
 
 from kvline_server.http.answering import answering
 from kvline_server.ipc.messages import PackedScores, Submit
+from kvline_server.ipc.totals import SCORE_BYTES
 
 # Shows tools, and begins or ends reasoning where it is asked to.
 TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}
@@ -59,7 +60,7 @@ def serving(folders: Callable[[str], Path]) -> Server:
         async with made.open():
             yield made
             assert made.admission.active == 0
-            assert made.admission.totals[2] == 0, "what answers held is given back"
+            assert made.admission.totals[SCORE_BYTES] == 0, "what answers held is given back"
 
     return serve
 
@@ -327,5 +328,31 @@ def test_responses_and_messages_have_items_and_blocks(name: str, serving: Server
         assert ("thinking" in kinds) == ("reasoning" in meant(example.events))
         silent, _ = await ask(made, body | {"thinking": None}, output, finish, path)
         assert [b["type"] for b in silent["content"]] == [k for k in kinds if k != "thinking"]
+
+    run(story())
+
+
+def test_what_an_answer_keeps_until_its_end_is_bounded(folders: Callable[[str], Path]) -> None:
+    """The end of a stream of responses repeats its texts; messages and chats keep none."""
+
+    async def story() -> None:
+        made = Scripted(folders("Hermes"), 1 << 15, vocabulary=512, parser="Hermes")
+        output = made.tokens.encode("Some text. " * 2000)
+        body = {"model": "tiny", "input": "hi", "stream": True}
+        async with made.open():
+            for fields, path, last in (
+                (body, "/v1/responses", "response.failed"),
+                ({**CHAT, "max_tokens": 9, "stream": True}, "/v1/messages", "message_stop"),
+            ):
+                events, _ = await ask(made, fields, [output], "stop", path)
+                assert events[-1]["type"] == last
+            whole = {**body, "stream": False}
+            task = asyncio.create_task(made.http.post("/v1/responses", json=whole))
+            made.send((await made.asked()).id, output)
+            answer = await task
+            assert answer.status_code == 400 and "fewer tokens" in answer.text
+            short, _ = await ask(made, body, [output[:50]], "stop", "/v1/responses")
+            assert short[-1]["type"] == "response.completed"
+            assert made.admission.totals[SCORE_BYTES] == 0
 
     run(story())

@@ -38,7 +38,13 @@ class Room:
         self.nbytes += nbytes
 
     def keep(self, nbytes: int) -> None:
-        """Room for so many bytes of an answer in all, which grows by the block."""
+        """Room for so many bytes of an answer in all, by the block. Raises as `hold`."""
+        most = self._admission.max_held
+        if nbytes > most:
+            raise BadRequest(
+                f"this answer takes {nbytes} bytes until its end; this server holds {most}: ask "
+                "for fewer tokens"
+            )
         while self._kept < nbytes:
             self.hold(BLOCK)
             self._kept += BLOCK

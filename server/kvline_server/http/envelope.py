@@ -79,7 +79,8 @@ class Route(ABC, Generic[Request]):
                         yield chunks.choice(choice)
                 elif piece.events:
                     for event in piece.events:
-                        yield chunks.event(index, event)
+                        if chunk := chunks.event(index, event):
+                            yield chunk
                 elif piece.text:
                     yield chunks.text(index, piece.text)
 

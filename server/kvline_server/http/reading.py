@@ -9,12 +9,13 @@ from kvline_server.formats.answer import AnswerParser
 from kvline_server.formats.detect import NoFormat, in_reasoning
 from kvline_server.formats.format import HARMONY, Body, Format
 from kvline_server.formats.parser import Reads, parser
-from kvline_server.formats.tools import Tool, listed_values, resolved, types
+from kvline_server.formats.tools import MOST_SCHEMAS, Tool, listed_values, resolved, types
 from kvline_server.http.answering import Answering, choice
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.ipc.sampling_params import ThinkingBudget
 
+MOST_FOLLOWED = 20_000  # parts of all schemas, for the types of parameters: 0.2 s at most
 PER_PROPERTY = 400  # bytes of one, beside the texts of its name and values
 
 
@@ -67,19 +68,21 @@ def _tools(request: ChatRequest, format: Format) -> tuple[Tool, ...]:
     """What is needed to read their calls, which is less than what they are: they are kept until
     the request is answered."""
     typed = any(opening.body is Body.XML for opening in format.openings)
-    made = []
-    for tool in request.tools or ():
-        given = Tool(tool.function.name, tool.function.parameters or {})
-        made.append(Tool(given.name, _types(given) if typed else {}))
-    return tuple(made)
+    given = [
+        Tool(tool.function.name, tool.function.parameters or {}) for tool in request.tools or ()
+    ]
+    most = MOST_FOLLOWED // max(1, sum(len(tool.properties()) for tool in given))
+    most = min(most, MOST_SCHEMAS)
+    return tuple(Tool(tool.name, _types(tool, most) if typed else {}) for tool in given)
 
 
-def _types(tool: Tool) -> dict[str, object]:
-    """The types of its parameters, whose values a model writes as text."""
+def _types(tool: Tool, most: int) -> dict[str, object]:
+    """The types of its parameters, whose values a model writes as text; of each by the first `most`
+    parts of its schema."""
     root = tool.parameters
     properties = {}
     for name, schema in tool.properties().items():
-        found: dict[str, object] = {"type": sorted(types(schema, root))}
+        found: dict[str, object] = {"type": sorted(types(schema, root, most))}
         listed = listed_values(resolved(schema, root))
         properties[name] = found if listed is None else found | {"enum": listed}
     return {"properties": properties}
