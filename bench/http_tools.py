@@ -16,6 +16,7 @@ from record import record, table
 from shapes import write_tokenizer
 from tokenizers import Tokenizer
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import create_app
 from kvline_server.http.body import Bodies
@@ -98,7 +99,7 @@ class _Process:
         admission = Admission()
         admission.open(CHATS, 1 << 20)
         self._engine = EngineClient(1000)
-        chat = open_chat(folder, self.tokens, parser="Hermes")
+        chat = open_chat(folder, self.tokens, parser=ToolCallParser.HERMES)
         generator = Generator(self._engine, self.tokens, Traces(None), chat)
         limits = RequestLimits("m", VOCABULARY + len(MARKS), 4096, 20, 1 << 20)
         bodies = Bodies(ClientLimits(), admission.totals)

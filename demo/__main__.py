@@ -69,6 +69,7 @@ def run(cluster: Cluster) -> None:
     story.apply_sample()
     story.show_budget()
     story.chat()
+    story.call()
     story.scale()
     story.pass_gate()
     story.fail_gate()

@@ -15,6 +15,24 @@ from clusters import Cluster
 from errors import ClusterError
 
 QUESTION = "What is the capital of France?"
+TASK = "What will the weather be in Paris for the next three days?"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "description": "The weather of a city on the next days",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 30},
+                "days": {"type": "integer", "minimum": 1, "maximum": 7},
+                "units": {"enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "days", "units"],
+            "additionalProperties": False,
+        },
+    },
+}
 Object = dict[str, Any]
 
 
@@ -112,16 +130,28 @@ class Service:
 
     def chat(self) -> str:
         """Asks it a question, prints both, and returns the answer."""
-        messages = [{"role": "user", "content": QUESTION}]
-        body = {"model": self.name, "messages": messages, "max_tokens": 40, "temperature": 0}
+        text = str(self._asked(QUESTION, max_tokens=40)["content"])
+        print(f"      > {QUESTION}")
+        print(f"      < {text}")
+        return text
+
+    def call(self) -> Object:
+        """Has it call a tool, prints the call, and returns its arguments."""
+        message = self._asked(TASK, tools=[TOOL], tool_choice="required", max_tokens=200)
+        call = message["tool_calls"][0]["function"]
+        print(f"      > {TASK}   tools: {TOOL['function']['name']}; tool_choice: required")
+        print(f"      < {call['name']} {call['arguments']}")
+        return dict(json.loads(call["arguments"]))
+
+    def _asked(self, text: str, **fields: Any) -> Object:
+        """-> the message of its answer to a text"""
+        messages = [{"role": "user", "content": text}]
+        body = {"model": self.name, "messages": messages, "temperature": 0, **fields}
         with self.cluster.service(self.name) as url:
             data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
             request = urllib.request.Request(f"{url}/v1/chat/completions", data, kind)
             answer = json.load(urllib.request.urlopen(request, timeout=60))
-        text = str(answer["choices"][0]["message"]["content"])
-        print(f"      > {QUESTION}")
-        print(f"      < {text}")
-        return text
+        return dict(answer["choices"][0]["message"])
 
 
 def _print_timed(watching: subprocess.Popen[str], began: float) -> None:

@@ -64,6 +64,14 @@ class Story:
         self.title("a chat through the Service")
         self.service.chat()
 
+    def call(self) -> None:
+        """The smallest of models: what makes its call valid is the grammar."""
+        self.title("a tool that it must call")
+        given = self.service.call()
+        valid = given.keys() == {"city", "days", "units"} and given["days"] in range(1, 8)
+        if not (valid and given["units"] in ("celsius", "fahrenheit")):
+            raise ClusterError(f"the call's arguments are not of the tool's schema: {given}")
+
     def scale(self) -> None:
         self.title("kubectl scale kvl smollm2 --replicas=2")
         self.cluster.kubectl("scale", "kvl", NAME, "--replicas=2")

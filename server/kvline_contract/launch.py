@@ -42,6 +42,20 @@ class Method(StrEnum):
     NGRAM = "NGram"  # the sequence's own text
 
 
+class ToolCallParser(StrEnum):
+    """How a model writes tool calls (kvline_server/formats)."""
+
+    LLAMA3_JSON = "Llama3JSON"
+    PYTHONIC = "Pythonic"
+    HERMES = "Hermes"
+    QWEN_XML = "QwenXML"
+    MISTRAL_V7 = "MistralV7"
+    MISTRAL_V11 = "MistralV11"
+    PHI4_MINI = "Phi4Mini"
+    GEMMA3 = "Gemma3"
+    HARMONY = "Harmony"
+
+
 class Reuse(StrEnum):
     AUTO = "Auto"
     NEVER = "Never"
@@ -86,6 +100,7 @@ class EngineOptions:
     kv_cache_dtype: KVCacheDtype | None = field(omit_none=True, default=None)
     speculation: Speculation | None = field(omit_none=True, default=None)
     default_max_tokens: int | None = field(low=1, high=MAX_TOKENS, omit_none=True, default=None)
+    tool_call_parser: ToolCallParser | None = field(omit_none=True, default=None)
 
 
 @document

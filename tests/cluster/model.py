@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,9 +18,18 @@ MODEL = MODELS / "smollm2"
 
 
 def ensure(say: Callable[[str], None]) -> Path:
-    """The model's folder, converted when it is not there yet."""
-    if MODEL.is_dir():
-        return MODEL
+    """The model's folder, with the demo's template for tools; converted where it is not there."""
+    if not MODEL.is_dir():
+        _convert(say)
+    folder = MODEL / "additional_chat_templates"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "demo" / "tool_use.jinja", folder)
+    for path in (MODELS, MODEL, *MODEL.iterdir(), *folder.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)  # pods read it as another user
+    return MODEL
+
+
+def _convert(say: Callable[[str], None]) -> None:
     started = time.monotonic()
     folder = CACHE / "tools" / "convert"
     python = tools.ensure_environment(folder, ROOT / "requirements" / "convert.txt", say)
@@ -33,7 +43,4 @@ def ensure(say: Callable[[str], None]) -> Path:
     )
     if done.returncode:
         raise ClusterError(f"converting the model failed:\n{done.stderr[-1500:]}")
-    for path in (MODELS, MODEL, *MODEL.iterdir()):
-        path.chmod(0o755 if path.is_dir() else 0o644)  # pods read it as another user
     say(f"converted the model ({time.monotonic() - started:.0f} s)")
-    return MODEL

@@ -87,6 +87,19 @@ def pods(space: Any) -> list[dict[str, Any]]:
     return [p for p in found if LABEL_PREPARES not in (p["metadata"].get("labels") or {})]
 
 
+def gone(space: Any, seconds: float = 120) -> None:
+    """Waits until the namespace has no pod at all. Raises NotInTime with those that it has."""
+    try:
+        eventually(lambda: not space.list("pods"), seconds, on="garbage collector")
+    except NotInTime as error:
+        names = ("name", "labels", "ownerReferences", "finalizers", "deletionTimestamp")
+        left = [
+            {name: pod["metadata"].get(name) for name in names} | {"phase": pod["status"]["phase"]}
+            for pod in space.list("pods")
+        ]
+        raise NotInTime(f"{error}; left: {json.dumps(left, indent=1)}") from None
+
+
 def describe(space: Any, name: str) -> str:
     pods = space.kubectl("get", "pods", "-o", "wide", check=False).stdout
     status = (space.get("kvl", name) or {}).get("status")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import describe, pods, wait
+from support import describe, gone, pods, wait
 from waiting import NotInTime, eventually, limit, settles
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -134,7 +134,7 @@ def test_a_pinned_random_model_is_validated_and_delete_leaves_nothing(
     assert who.strip() == "65532"
     only_the_routes(space, cluster)
     space.kubectl("delete", "kvl", "plan", f"--timeout={limit(30):.0f}s")
-    eventually(lambda: not space.list("pods"), 120, on="garbage collector")
+    gone(space)
     for kind in ("deployments", "services", "controllerrevisions", "networkpolicies", "pdb"):
         assert space.list(kind) == []
     assert [c["metadata"]["name"] for c in space.list("configmaps")] == ["kube-root-ca.crt"]

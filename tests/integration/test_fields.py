@@ -68,6 +68,8 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("engine.speculation", {"method": "NGram", "maxDraftTokens": 3}, ROLLS),
     ("engine.defaultMaxTokens", 0, "spec.engine.defaultMaxTokens"),
     ("engine.defaultMaxTokens", 1024, ROLLS),
+    ("engine.toolCallParser", "hermes", "spec.engine.toolCallParser"),
+    ("engine.toolCallParser", "Hermes", ROLLS),
     ("capacity.minKVTokens", 2000, STAYS),
     ("capacity.kvTokens", 4096, ROLLS),
     ("capacity.headroomMiB", 64, ROLLS),

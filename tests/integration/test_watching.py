@@ -26,6 +26,8 @@ FILE = ROOT / "monitoring" / "alerts.yaml"
 SERVICE = {"namespace": "team", "service": "chat"}
 POD = {"namespace": "team", "pod": "chat-1"}
 CLAIM = {"namespace": "team", "release": "team-kvline"}
+LINTED = 3  # promtool's exit code where it read the metrics, and names some
+ALIAS = re.compile(r"vllm:\w+ metric names should not contain ':'")
 HOUR = 60  # minutes without a cause
 STEP = 2  # minutes between samples
 
@@ -190,7 +192,9 @@ def test_what_is_scraped_has_nothing_to_be_linted(space: Any, operator: Any, nod
     pod = render(report, Beat(False, 1), EdgeBeat(True, 0), 1, "m").decode()
     for text in (metrics, pod):
         done = promtool("check", "metrics", "--extended", input=text)
-        assert done.returncode == 0, done.stdout + done.stderr
+        # vLLM's own names have a colon, which Prometheus keeps for rules.
+        wrong = [line for line in done.stderr.splitlines() if not ALIAS.fullmatch(line)]
+        assert not wrong and done.returncode in (0, LINTED), done.stdout + done.stderr
     refused = promtool("check", "metrics", input="# TYPE kvline_things counter\nkvline_things 1\n")
     assert refused.returncode, "the linter is asked"
 

@@ -80,7 +80,11 @@ def test_the_schema_has_every_field_and_no_other() -> None:
     spec = {
         "capacity": {"kvTokens": 2048},
         "autoscaling": {"maxReplicas": 2},
-        "engine": {"speculation": {"method": "NGram"}, "defaultMaxTokens": 512},
+        "engine": {
+            "speculation": {"method": "NGram"},
+            "defaultMaxTokens": 512,
+            "toolCallParser": "Hermes",
+        },
     }
     status = schema()["status"]["properties"]
     assert paths(effective(service_state(ready_pod(), spec=spec))) == known(status["effective"])

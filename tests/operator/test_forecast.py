@@ -241,9 +241,11 @@ def test_what_arithmetic_cannot_tell_has_no_bound(changes: Object) -> None:
         {"imagePullSecrets": [{"name": "registry"}]},
         {"serviceAccountName": "reader"},
         {"startupSeconds": 7200},
+        {"engine": {**inputs_of(GIVEN, False)["engine"], "defaultMaxTokens": 512}},
+        {"engine": {**inputs_of(GIVEN, False)["engine"], "toolCallParser": "Hermes"}},
     ],
 )
-def test_what_makes_pods_alone_changes_no_budget(changes: Object) -> None:
+def test_what_no_size_depends_on_changes_no_budget(changes: Object) -> None:
     tokens, before = measured().kv_tokens, inputs_of(GIVEN, False)
     made = bounds(measured(), before, {**before, **changes})
     assert made.low == tokens and made.high is not None and made.high <= tokens + 64

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig, Method
+from kvline_contract.launch import (
+    VERSION,
+    GateFile,
+    KVCacheDtype,
+    LaunchConfig,
+    Method,
+    ToolCallParser,
+)
 from kvline_contract.names import base_name
 from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.api.spec import ServiceSpec, parse
@@ -320,6 +327,20 @@ def test_a_default_of_output_tokens_is_in_the_launch_file_where_it_is_asked_for(
         assert ("defaultMaxTokens" in launch) == bool(engine)
         asked = LaunchConfig.parse(launch).engine.default_max_tokens
         assert asked == engine.get("defaultMaxTokens")
+
+
+def test_a_parser_of_tool_calls_is_in_the_launch_file_where_it_is_named() -> None:
+    """Another one makes a revision, whose budget is compared with that of before."""
+    found, groups = [], []
+    for engine in ({}, {"toolCallParser": "QwenXML"}):
+        each = spec(engine=engine)
+        groups.append(comparison_group(each.inputs))
+        revision = wanted(each, [], "image")
+        launch = controller_revision(each, revision, Settings("image"))["data"]["launch"]
+        assert ("toolCallParser" in launch) == bool(engine)
+        found.append(LaunchConfig.parse(launch).engine.tool_call_parser)
+    assert found == [None, ToolCallParser.QWEN_XML]
+    assert groups[0] == groups[1]
 
 
 def test_a_term_without_a_selector_means_the_pods_of_its_revision() -> None:

@@ -73,6 +73,7 @@ def test_a_bad_source_is_named(text: Any) -> None:
     ("engine", "why"),
     [
         ({"kvCacheDtype": "int4"}, "spec.engine.kvCacheDtype must be auto or fp8, got 'int4'"),
+        ({"toolCallParser": "GLM"}, "spec.engine.toolCallParser must be Llama3JSON or Pythonic or"),
         ({"maxBeams": 2}, "spec.engine.maxBeams: this operator does not know it; upgrade"),
     ],
 )

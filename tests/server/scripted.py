@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from waiting import answer_of, limit
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import create_app
 from kvline_server.http.body import Bodies
@@ -35,7 +36,7 @@ class Scripted:
         folder: Path,
         max_held: int = 1 << 24,
         vocabulary: int = VOCABULARY,
-        parser: str | None = None,
+        parser: ToolCallParser | None = None,
         **more: Any,
     ) -> None:
         """`parser`: of tool calls; `more`: of the service."""
@@ -47,8 +48,8 @@ class Scripted:
         generator = Generator(self.client, self.tokens, Traces(None), self.chat)
         limits = RequestLimits("tiny", vocabulary, CONTEXT, 20, 1 << 20)
         bodies = Bodies(ClientLimits(), self.admission.totals)
-        service = Service(generator, self.admission, bodies, limits, 0, **more)
-        self.app = create_app(service)
+        self.service = Service(generator, self.admission, bodies, limits, 0, **more)
+        self.app = create_app(self.service)
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(
             transport=transport, base_url="http://tiny", timeout=limit(60)

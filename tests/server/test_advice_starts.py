@@ -55,8 +55,14 @@ def offers(stderr: str) -> dict[str, tuple[str, int]]:
     return {flag: (value, int(tokens.replace(",", ""))) for flag, value, tokens in found}
 
 
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
+    """What a start was asked, and its last words: a run shows the first lines of a message."""
+    last = [line for line in done.stderr.splitlines() if line.strip()][-4:]
+    return f"{done.returncode} of {' '.join(done.args[11:])}: " + " | ".join(last)
+
+
 def tokens(done: subprocess.CompletedProcess[str]) -> int:
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, output_of(done)
     return int(json.loads(done.stdout)["result"]["kvTokens"])
 
 
@@ -80,7 +86,7 @@ def test_each_value_of_a_failed_start_lets_it_start(model: Path) -> None:
         return size(model, *(word for pair in flags.items() for word in pair))
 
     failed = start()
-    assert failed.returncode == 40, failed.stderr[-2000:]
+    assert failed.returncode == 40, output_of(failed)
     assert sum_of_parts(failed.stderr, 500) == 500
     raised, offered = offers(failed.stderr)["--memory"]
     assert tokens(start(memory=raised)) >= offered
@@ -91,7 +97,7 @@ def test_each_value_of_a_failed_start_lets_it_start(model: Path) -> None:
         failed = start()
         if failed.returncode:
             break
-    assert failed.returncode == 40, failed.stderr[-2000:]
+    assert failed.returncode == 40, output_of(failed)
     assert sum_of_parts(failed.stderr, memory) == memory
     found = offers(failed.stderr)
     assert {"--memory", "--max-prefill-tokens"} <= set(found), failed.stderr

@@ -17,6 +17,7 @@ from tool_examples import Example, examples
 from tool_families import ALL, TOOLS, ids, tokens
 from waiting import answer_of
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.http.answering import answering
 from kvline_server.ipc.messages import PackedScores, Submit
 from kvline_server.ipc.totals import SCORE_BYTES
@@ -56,7 +57,7 @@ Server = Callable[[str], Any]
 def serving(folders: Callable[[str], Path]) -> Server:
     @asynccontextmanager
     async def serve(name: str) -> AsyncIterator[Scripted]:
-        made = Scripted(folders(name), vocabulary=512, parser=ALL[name].name)
+        made = Scripted(folders(name), vocabulary=512, parser=ToolCallParser(ALL[name].name))
         async with made.open():
             yield made
             assert made.admission.active == 0
@@ -336,7 +337,7 @@ def test_what_an_answer_keeps_until_its_end_is_bounded(folders: Callable[[str], 
     """The end of a stream of responses repeats its texts; messages and chats keep none."""
 
     async def story() -> None:
-        made = Scripted(folders("Hermes"), 1 << 15, vocabulary=512, parser="Hermes")
+        made = Scripted(folders("Hermes"), 1 << 15, vocabulary=512, parser=ToolCallParser.HERMES)
         output = made.tokens.encode("Some text. " * 2000)
         body = {"model": "tiny", "input": "hi", "stream": True}
         async with made.open():

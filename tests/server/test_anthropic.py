@@ -37,6 +37,7 @@ from kvline_server.http.translated import Sent, Used
 Fields = dict[str, Any]
 USER: Fields = {"role": "user", "content": "hi"}
 TOOL: Fields = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+DEEP: Any = json.loads("[" * 64 + "]" * 64)
 CACHED: Fields = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -87,15 +88,23 @@ def test_blocks_are_messages_of_a_chat() -> None:
              "content": [block("no"), block("ne")]},
             block("And?"),
         ]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t3"}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t3"},
+            {"type": "tool_result", "tool_use_id": "t4", "is_error": True},
+        ]},
     ]  # fmt: skip
-    first, answered, one, two, more, three = asked(messages=history).messages
+    first, answered, one, two, more, three, four = asked(messages=history).messages
     assert first.text() == "ab" and more.text() == "And?"
     assert (answered.text(), answered.thought()) == ("Wait.", "hm")
     calls = [(c.id, c.function.name, c.function.arguments) for c in answered.tool_calls or ()]
     assert calls == [("t1", "f", '{"é": [1]}'), ("t2", "g", "{}")]
-    results = [(m.role, m.tool_call_id, m.text()) for m in (one, two, three)]
-    assert results == [("tool", "t1", "sunny"), ("tool", "t2", "none"), ("tool", "t3", "")]
+    results = [(m.role, m.tool_call_id, m.text()) for m in (one, two, three, four)]
+    assert results == [
+        ("tool", "t1", "sunny"),
+        ("tool", "t2", "Error: none"),
+        ("tool", "t3", ""),
+        ("tool", "t4", "Error"),
+    ]
 
 
 def test_settings_are_those_of_a_chat() -> None:
@@ -151,6 +160,7 @@ WRONG: list[tuple[Fields, str, str]] = [
     ),
     ({"system": [{"type": "image"}]}, "system[0].type", "unsupported_value"),
     ({"tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type", "unsupported_value"),
+    ({"tools": [{"type": "web_search_x", "a": DEEP}]}, "tools[0]", "invalid_value"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "missing_required_parameter"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "invalid_value"),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),

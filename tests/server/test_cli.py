@@ -20,6 +20,7 @@ from servers import free_port, launch_config
 from waiting import eventually, limit
 
 from kvline_server.command.scratch import LOCK, PREFIX, scratch
+from kvline_server.formats.detect import NoFormat
 from kvline_server.http.tls import WHAT
 from kvline_server.options.flags import quantity, with_flag_names
 
@@ -58,6 +59,8 @@ def mistake(*words: object, **options: Any) -> tuple[int, str]:
         (["--config", "F", "--gpus", "2"], 20, "--config F takes no --gpus"),
         (["--model", "M", "--max-model-len", "1"], 20, "--max-model-len: expected 16 to"),
         (["--model", "M", "--kv-cache-dtype", "fp4"], 2, "'fp4' (choose from"),
+        (["--model", "M", "--tool-call-parser", "hermes"], 2, "'hermes' (choose from"),
+        (["--config", "F", "--tool-call-parser", "Hermes"], 20, "takes no --tool-call-parser"),
         (["--model", "M", "--headroom-mib", "-1"], 20, "--headroom-mib: expected"),
         ([], 20, "--model DIR and --config FILE"),
         (["--config", "/tmp"], 20, "/tmp: Is a directory"),
@@ -130,6 +133,10 @@ def test_the_version_is_shown() -> None:
             "--max-draft-tokens: expected 1 to 7, got 8",
         ),
         ("engine.defaultMaxTokens: expected 1", "--default-max-tokens: expected 1"),
+        (
+            NoFormat.UNKNOWN,
+            NoFormat.UNKNOWN.replace("spec.engine.toolCallParser", "--tool-call-parser"),
+        ),
         (
             "no .safetensors file; spec.model.loadFormat: random needs none",
             "no .safetensors file; --load random needs none",
@@ -267,6 +274,14 @@ def test_an_idle_connection_ends_after_the_flag_s_seconds(serve: Serve) -> None:
         assert b"200 OK" in idle.recv(1 << 16)
         while idle.recv(1 << 16):
             pass  # the end, which the default would bring after ten minutes
+
+
+@pytest.mark.process
+def test_a_warning_names_the_flag_that_it_is_of(serve: Serve) -> None:
+    process = serve("--port", 0, "--internal-port", 0, "--tool-call-parser", "Hermes")
+    line = ready_line(process)
+    assert "warning: tools are refused: the chat template does not read them; " in line
+    assert "--tool-call-parser changes nothing" in line
 
 
 @pytest.mark.process

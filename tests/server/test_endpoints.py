@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import CONTEXT, VOCABULARY, Scripted
-from waiting import limit
+from waiting import answer_of, limit
 
 from kvline_server.http.tokens import Tokens
 from kvline_server.ipc.totals import SCORE_BYTES
@@ -79,6 +79,49 @@ def test_a_long_text_is_tokenised_beyond_the_context(post: Post) -> None:
     made = post("/tokenize", {"prompt": "ab" * CONTEXT, "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) == 2 * CONTEXT
     assert made["tokens"][:2] * CONTEXT == made["tokens"]
+
+
+def test_a_text_is_made_in_room_that_was_taken_before(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many at once would be in memory before the first is refused. A byte may take six in JSON."""
+    made = Scripted(tiny_model, max_held=2048)
+    held, decode, zero = [], made.tokens.decode, made.tokens.encode("\0")
+
+    def seen(ids: list[int]) -> str:
+        held.append(made.admission.totals[SCORE_BYTES])
+        return decode(ids)
+
+    monkeypatch.setattr(made.tokens, "decode", seen)
+
+    async def play() -> None:
+        async with made.http:
+            answer = await made.http.post("/detokenize", json={"tokens": zero * 100})
+            assert answer.status_code == 200 and held[0] >= len(answer.content)
+            assert made.admission.totals[SCORE_BYTES] == 0
+            beyond = await made.http.post("/detokenize", json={"tokens": zero * 1000})
+            error = beyond.json()["error"]
+            assert (beyond.status_code, error["param"]) == (400, "tokens") and len(held) == 1
+
+    asyncio.run(play())
+
+
+def test_a_text_needs_no_renderer(tiny_model: Path) -> None:
+    """Chats that take long to render keep all of them busy."""
+    made = Scripted(tiny_model)
+
+    async def play() -> None:
+        async with made.http, made.service.rendering:
+            answer = await answer_of(made.http.post("/tokenize", json={"prompt": "hé"}), 30)
+            assert answer.json()["count"] == 3
+            chat = asyncio.ensure_future(made.http.post("/tokenize", json={"messages": MESSAGES}))
+            await made.http.post("/tokenize", json={"prompt": "hé"})
+            assert not chat.done()
+            made.service.rendering.release()
+            assert (await answer_of(chat, 30)).status_code == 200
+            await made.service.rendering.acquire()
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from drawn import firm
 from servers import Server, wait_for
 from waiting import limit
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.http.completions import seeded
 from kvline_server.ipc.sampling_params import SamplingParams
 
@@ -474,6 +476,25 @@ def test_an_invalid_template_costs_chat_and_not_the_start(
     refused(post(server, CHAT, "/v1/chat/completions"), 400, reason)
     assert post(server, COMPLETION).status_code == 200
     assert any(reason in warning for warning in server.sizing()["warnings"])
+
+
+def test_calls_in_a_form_that_no_parser_knows_are_a_warning_until_one_is_named(
+    start: Callable[..., Server], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ tools }}<arg_key>")
+
+    def of_tools(server: Server) -> list[str]:
+        server.wait()
+        return [text for text in server.sizing()["warnings"] if text.startswith("tools")]
+
+    server = start(model=model)
+    (warning,) = of_tools(server)
+    assert warning.startswith("tools are refused: this model's chat template writes tool calls in ")
+    assert warning.endswith("spec.engine.toolCallParser names one")
+    named = replace(server.engine, tool_call_parser=ToolCallParser.HERMES)
+    server = start(model=model, scratch=tmp_path / "named", engine=named)
+    assert of_tools(server) == []
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids_and_warns(

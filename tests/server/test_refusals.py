@@ -229,6 +229,7 @@ def test_labels_are_taken(body: dict[str, Any]) -> None:
         ({"max_tokens": 32_000}, "x" * 6, CONTEXT - 6),
         ({"max_completion_tokens": 2**53}, "x" * (CONTEXT - 1), 1),
         ({}, "x" * (CONTEXT - 3), 3),
+        ({"min_tokens": 17, "ignore_eos": True}, "x" * 6, 17),
         ({"max_tokens": 0, "echo": True}, "x" * CONTEXT, 0),
     ],
 )
@@ -244,7 +245,14 @@ def test_a_completion_has_at_most_what_the_context_leaves(
 
 @pytest.mark.parametrize(
     ("change", "default", "most"),
-    [({}, None, 999), ({}, 5, 5), ({}, 10_000, 999), ({"max_tokens": 32_000}, 5, 999)],
+    [
+        ({}, None, 999),
+        ({}, 5, 5),
+        ({}, 10_000, 999),
+        ({"max_tokens": 32_000}, 5, 999),
+        ({"min_tokens": 9, "ignore_eos": True}, 5, 9),
+        ({"min_tokens": 3, "ignore_eos": True}, 5, 5),
+    ],
 )
 def test_a_chat_without_a_number_has_the_service_s_or_what_the_context_leaves(
     tiny_model: Path, change: dict[str, Any], default: int | None, most: int

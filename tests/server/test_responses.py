@@ -43,6 +43,7 @@ Fields = dict[str, Any]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL: Fields = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
 CALL: Fields = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+DEEP: Any = json.loads("[" * 64 + "]" * 64)
 RESULT: Fields = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
 
 
@@ -119,6 +120,7 @@ def test_settings_are_those_of_a_chat() -> None:
     assert (made.most(), made.temperature, made.top_p, made.stream) == (5, 0, 0.5, True)
     assert made.reasoning_effort == "low" and made.parallel_tool_calls is False
     assert made.logprobs and made.top_logprobs == 2
+    assert asked(top_logprobs=2).logprobs and not asked(top_logprobs=0).logprobs
     assert made.tool_choice is not None and not isinstance(made.tool_choice, str)
     assert made.tool_choice.function.name == "f"
     assert made.response_format is not None and made.response_format.json_schema is not None
@@ -154,10 +156,26 @@ WRONG: list[tuple[Fields, str, str]] = [
         "input[0].content[0].type",
         "unsupported_value",
     ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        "input[0].content[0].text",
+        "missing_required_parameter",
+    ),
+    (
+        {"input": [{"role": "assistant", "content": [{"type": "refusal", "text": "a"}]}]},
+        "input[0].content[0].refusal",
+        "missing_required_parameter",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"text": "a"}]}]},
+        "input[0].content[0].type",
+        "missing_required_parameter",
+    ),
     ({"input": [{"type": "function_call"}]}, "input[0].call_id", "missing_required_parameter"),
     ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type", "unsupported_value"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "invalid_value"),
     ({"tools": [5]}, "tools[0]", "invalid_type"),
+    ({"tools": [{"type": "web_search", "a": DEEP}]}, "tools[0]", "invalid_value"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "invalid_value"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "invalid_value"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", "invalid_value"),

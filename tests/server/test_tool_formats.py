@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.formats.detect import NoFormat, detect, detect_thinking, in_reasoning
-from kvline_server.formats.format import BRACKETS, FORMATS, THINK, Name, named
+from kvline_server.formats.format import BRACKETS, FORMATS, THINK
 from kvline_server.formats.grammar import Choice, grammar
 from kvline_server.formats.json_text import Json
 from kvline_server.formats.python_text import PythonValue
@@ -21,31 +22,45 @@ from kvline_server.formats.typed import Kind, json_type, kind, typed
 TAKES = "{% if tools %}{{ tools | tojson }}{% endif %}"
 # What templates of each family write, in few words of our own.
 TEMPLATES = [
-    (Name.LLAMA3_JSON, '<|start_header_id|>{{ \'{"name": "\' + n + \'", "parameters": \' }}'),
-    (Name.LLAMA3_JSON, 'Call it in the format {"name": which, "parameters": its arguments}.'),
-    (Name.PYTHONIC, "Call as [func_name1(params_name1=params_value1, ...), func_name2()]"),
-    (Name.PYTHONIC, "{{ '[f(x=1)]' }} is a call"),
-    (Name.HERMES, '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>'),
-    (Name.QWEN_XML, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>"),
-    (Name.MISTRAL_V7, "{{ '[TOOL_CALLS] [' }}"),
-    (Name.MISTRAL_V11, "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"),
-    (Name.PHI4_MINI, "{{ 'functools[' }}"),
-    (Name.GEMMA3, '<start_of_turn>model Call as {"name": it, "parameters": them}'),
-    (Name.GEMMA3, "<start_of_turn>model Call as [func_name1(params_name1=params_value1)]"),
-    (Name.HARMONY, "<|channel|>commentary to=functions.f<|message|>"),
+    (
+        ToolCallParser.LLAMA3_JSON,
+        '<|start_header_id|>{{ \'{"name": "\' + n + \'", "parameters": \' }}',
+    ),
+    (
+        ToolCallParser.LLAMA3_JSON,
+        'Call it in the format {"name": which, "parameters": its arguments}.',
+    ),
+    (
+        ToolCallParser.PYTHONIC,
+        "Call as [func_name1(params_name1=params_value1, ...), func_name2()]",
+    ),
+    (ToolCallParser.PYTHONIC, "{{ '[f(x=1)]' }} is a call"),
+    (ToolCallParser.HERMES, '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>'),
+    (ToolCallParser.QWEN_XML, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>"),
+    (ToolCallParser.MISTRAL_V7, "{{ '[TOOL_CALLS] [' }}"),
+    (ToolCallParser.MISTRAL_V11, "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"),
+    (ToolCallParser.PHI4_MINI, "{{ 'functools[' }}"),
+    (ToolCallParser.GEMMA3, '<start_of_turn>model Call as {"name": it, "parameters": them}'),
+    (
+        ToolCallParser.GEMMA3,
+        "<start_of_turn>model Call as [func_name1(params_name1=params_value1)]",
+    ),
+    (ToolCallParser.HARMONY, "<|channel|>commentary to=functions.f<|message|>"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text"), TEMPLATES)
-def test_a_format_is_known_by_what_its_template_writes(name: Name, text: str) -> None:
+def test_a_format_is_known_by_what_its_template_writes(name: ToolCallParser, text: str) -> None:
     assert detect(TAKES + text, ()) is FORMATS[name]
 
 
 def test_tokens_tell_where_a_template_names_no_mark() -> None:
     template = "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}"
-    assert detect(template, {"<|tool_call|>", "<|/tool_call|>"}) is FORMATS[Name.PHI4_MINI]
+    assert (
+        detect(template, {"<|tool_call|>", "<|/tool_call|>"}) is FORMATS[ToolCallParser.PHI4_MINI]
+    )
     assert detect(template, ()) is NoFormat.UNKNOWN
-    assert detect(TAKES + "<|tool_call|>{}<|/tool_call|>", ()) is FORMATS[Name.PHI4_MINI]
+    assert detect(TAKES + "<|tool_call|>{}<|/tool_call|>", ()) is FORMATS[ToolCallParser.PHI4_MINI]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +88,7 @@ def test_a_format_that_nobody_here_knows_is_none(text: str) -> None:
 
 
 def test_formats_have_names() -> None:
-    assert {named(name) for name in Name} == set(FORMATS.values()) and len(FORMATS) == 9
-    with pytest.raises(ValueError, match=r"must be one of Llama3JSON, .*, got 'hermes'"):
-        named("hermes")
+    assert set(FORMATS) == set(ToolCallParser) and len(FORMATS) == 9
 
 
 def test_reasoning_is_known_by_its_marks() -> None:
@@ -190,9 +203,12 @@ SCHEMAS = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(KEYWORDS), SCHEMAS, max_size=4), st.sampled_from(list(Name)))
+@given(
+    st.dictionaries(st.sampled_from(KEYWORDS), SCHEMAS, max_size=4),
+    st.sampled_from(list(ToolCallParser)),
+)
 def test_no_schema_ends_in_anything_but_a_refusal_by_name(
-    schema: dict[str, Any], name: Name
+    schema: dict[str, Any], name: ToolCallParser
 ) -> None:
     for inner in (schema, *schema.values()):
         assert json.loads(typed("1", inner, schema)) in (1, "1") and kind(inner, schema)
@@ -200,7 +216,7 @@ def test_no_schema_ends_in_anything_but_a_refusal_by_name(
     known = {"<|channel|>": 1, "<|message|>": 2, "<|constrain|>": 3, "<|start|>": 4, "<|end|>": 5}
     for each in (offered, Tool("t", schema, True)):
         try:
-            assert grammar(named(name), [each], Choice("required"), True, known)
+            assert grammar(FORMATS[name], [each], Choice("required"), True, known)
         except ToolRefused as refused:
             assert refused.tool == "t" and refused.reason
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tool_templates import FAMILIES
 
+from kvline_contract.launch import ToolCallParser
+from kvline_server.formats.detect import NoFormat
 from kvline_server.http.chat_tokens import Asked, ChatTokens
 from kvline_server.http.conversation import rendered
 from kvline_server.http.errors import BadRequest
@@ -182,6 +184,31 @@ def test_tools_that_a_template_never_reads_are_refused(
     with pytest.raises(BadRequest, match="tools: the chat template does not read them") as refused:
         encode(chat, user, asked=asked)
     assert (refused.value.param, refused.value.code) == ("tools", "unsupported_value")
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "problem"),
+    [
+        ("{{ tools }}<arg_key>", None, "tools are refused: " + NoFormat.UNKNOWN),
+        ("{{ tools }}<arg_key>", ToolCallParser.HERMES, ""),
+        (FAMILIES["qwen"][0], None, ""),
+        (EACH, None, ""),
+        ("{% set tools = [] %}{{ tools }}<arg_key>", None, ""),
+        (
+            EACH,
+            ToolCallParser.HERMES,
+            "tools are refused: the chat template does not read them; "
+            "spec.engine.toolCallParser changes nothing",
+        ),
+        (None, ToolCallParser.HERMES, ""),  # another warning has that
+    ],
+)
+def test_why_tools_are_refused_though_they_may_be_expected(
+    make_chat: Make, template: Any, parser: ToolCallParser | None, problem: str
+) -> None:
+    made = make_chat(template)
+    chat = ChatTokens(made._tokens, made._files, parser=parser)
+    assert chat.tool_problem() == problem
 
 
 def test_an_invalid_template_for_tools_costs_tools_alone(make_chat: Make) -> None:

@@ -13,7 +13,13 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from kvline_contract.codec import ContractError, camel, decode
-from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse, Speculation
+from kvline_contract.launch import (
+    EngineOptions,
+    KVCacheDtype,
+    Reuse,
+    Speculation,
+    ToolCallParser,
+)
 from kvline_contract.names import CPU_RANK, base_name
 from kvline_operator.api import replicas_field
 from kvline_operator.api.inputs import read
@@ -166,7 +172,9 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
     engine = spec.get("engine") or {}
     for key in sorted(set(engine) - ENGINE_FIELDS):
         raise SpecError(f"spec.engine.{key}: this operator does not know it; upgrade the operator")
-    _choice(KVCacheDtype, engine.get("kvCacheDtype", KVCacheDtype.AUTO), "engine.kvCacheDtype")
+    for field, kind in (("kvCacheDtype", KVCacheDtype), ("toolCallParser", ToolCallParser)):
+        if field in engine:
+            _choice(kind, engine[field], f"engine.{field}")
     if "speculation" in engine:
         speculation(engine)
     return spec

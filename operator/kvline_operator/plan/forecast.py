@@ -35,6 +35,8 @@ WITHOUT_EFFECT = {
     "serviceAccountName",
     "podMetadata",
     "resources.ephemeralStorage",
+    "engine.defaultMaxTokens",
+    "engine.toolCallParser",
     *ASKED,
 }
 # Lowered, they leave memory to the KV cache; raised, they take some.

@@ -23,6 +23,7 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
     Record,
+    ToolCallParser,
 )
 from kvline_operator.api.inputs import read
 from kvline_operator.api.source import Download, source_of
@@ -320,6 +321,7 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             KVCacheDtype(engine["kvCacheDtype"]) if "kvCacheDtype" in engine else None,
             speculation(engine) if "speculation" in engine else None,
             engine.get("defaultMaxTokens"),
+            ToolCallParser(engine["toolCallParser"]) if "toolCallParser" in engine else None,
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
         require_api_key="apiKeySecretRef" in inputs.get("access", {}),

@@ -27,6 +27,7 @@ from kvline_contract.launch import (
     Method,
     Model,
     Speculation,
+    ToolCallParser,
 )
 from kvline_server.command.scratch import scratch
 from kvline_server.errors import ConfigInvalid, ServerError
@@ -34,12 +35,12 @@ from kvline_server.options.clients import ClientLimits
 from kvline_server.options.flags import Parser, number, quantity
 from kvline_server.options.options import KEY_FILE, TLS_FOLDER, Options
 
-SERVED = "default_max_tokens"  # the one engine option that no size depends on
-ENGINE = [f.name for f in fields(EngineOptions) if f.name not in ("speculation", SERVED)]
+SERVED = ["default_max_tokens", "tool_call_parser"]  # engine options that no size depends on
+ENGINE = [f.name for f in fields(EngineOptions) if f.name not in ("speculation", *SERVED)]
 SPECULATION = ["speculation", "max_draft_tokens"]
 CAPACITY = ["kv_tokens", "headroom_mib"]
 # What a launch.json says itself; the flag would be overruled in silence.
-OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, SERVED, *SPECULATION, *CAPACITY]
+OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, *SERVED, *SPECULATION, *CAPACITY]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,6 +96,11 @@ def _add_ports(serve: argparse.ArgumentParser) -> None:
         "--default-max-tokens",
         type=number(1, MAX_TOKENS),
         help="output tokens of a chat that asks for no number; default: what the context leaves",
+    )
+    serve.add_argument(
+        "--tool-call-parser",
+        choices=[str(parser) for parser in ToolCallParser],
+        help="how the model writes tool calls; default: as its chat template shows",
     )
     serve.add_argument(
         "--drain-seconds",
@@ -183,7 +189,7 @@ def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
         engine=EngineOptions(
             **{name: getattr(arguments, name) for name in ENGINE},
             speculation=_drafts(arguments),
-            default_max_tokens=getattr(arguments, SERVED, None),
+            **{name: getattr(arguments, name, None) for name in SERVED},
         ),
         capacity=CapacityOptions(arguments.kv_tokens, arguments.headroom_mib),
         require_api_key=getattr(arguments, "api_key_file", None) is not None,

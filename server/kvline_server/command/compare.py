@@ -33,8 +33,8 @@ SETTINGS = {
     **{
         camel(field.name): ("engine", camel(field.name))
         for field in fields(EngineOptions)
-        # One has no single value, and no size depends on the other.
-        if field.name not in ("speculation", "default_max_tokens")
+        # One has no single value, and no size depends on the others.
+        if field.name not in ("speculation", "default_max_tokens", "tool_call_parser")
     },
     "gpus": ("tensorParallel",),
     "headroomMiB": ("capacity", "headroomMiB"),

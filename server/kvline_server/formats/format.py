@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from kvline_contract.launch import ToolCallParser
 
 
 class Body(StrEnum):
@@ -40,23 +41,9 @@ class Opening:
     layout: Layout | None = None  # where a grammar writes calls so
 
 
-class Name(StrEnum):
-    """The values of spec.engine.toolCallParser."""
-
-    LLAMA3_JSON = "Llama3JSON"
-    PYTHONIC = "Pythonic"
-    HERMES = "Hermes"
-    QWEN_XML = "QwenXML"
-    MISTRAL_V7 = "MistralV7"
-    MISTRAL_V11 = "MistralV11"
-    PHI4_MINI = "Phi4Mini"
-    GEMMA3 = "Gemma3"
-    HARMONY = "Harmony"
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
-    name: Name
+    name: ToolCallParser  # of spec.engine
     openings: tuple[Opening, ...]
     inner: tuple[str, ...] = ()  # marks within a call
 
@@ -88,7 +75,7 @@ XML_CALL = Layout(
 )
 
 LLAMA3_JSON = Format(
-    Name.LLAMA3_JSON,
+    ToolCallParser.LLAMA3_JSON,
     (
         Opening(
             "",
@@ -102,7 +89,7 @@ LLAMA3_JSON = Format(
     ),
 )
 PYTHONIC = Format(
-    Name.PYTHONIC,
+    ToolCallParser.PYTHONIC,
     (
         Opening("", Body.PYTHON, first="[", trained=False, layout=PYTHON_CALLS),
         Opening("<|python_start|>", Body.PYTHON, "<|python_end|>"),
@@ -110,7 +97,7 @@ PYTHONIC = Format(
     ),
 )
 HERMES = Format(
-    Name.HERMES,
+    ToolCallParser.HERMES,
     (
         Opening(
             "<tool_call>",
@@ -121,7 +108,7 @@ HERMES = Format(
     ),
 )
 QWEN_XML = Format(
-    Name.QWEN_XML,
+    ToolCallParser.QWEN_XML,
     (
         Opening("<tool_call>", Body.XML, "</tool_call>", layout=XML_CALL),
         # Some write the second mark alone.
@@ -129,7 +116,7 @@ QWEN_XML = Format(
     ),
 )
 MISTRAL_V7 = Format(
-    Name.MISTRAL_V7,
+    ToolCallParser.MISTRAL_V7,
     (
         Opening(
             "[TOOL_CALLS]",
@@ -139,12 +126,12 @@ MISTRAL_V7 = Format(
     ),
 )
 MISTRAL_V11 = Format(
-    Name.MISTRAL_V11,
+    ToolCallParser.MISTRAL_V11,
     (Opening("[TOOL_CALLS]", Body.NAMED, layout=Layout("[TOOL_CALLS]$name[ARGS]$arguments")),),
     inner=("[ARGS]", "[CALL_ID]"),
 )
 PHI4_MINI = Format(
-    Name.PHI4_MINI,
+    ToolCallParser.PHI4_MINI,
     (
         Opening(
             "<|tool_call|>",
@@ -161,7 +148,7 @@ PHI4_MINI = Format(
     ),
 )
 GEMMA3 = Format(
-    Name.GEMMA3,
+    ToolCallParser.GEMMA3,
     (
         Opening(
             "",
@@ -184,7 +171,7 @@ GEMMA3 = Format(
 )
 # Its messages have channels, which harmony.py reads.
 HARMONY = Format(
-    Name.HARMONY,
+    ToolCallParser.HARMONY,
     (),
     inner=(
         "<|start|>",
@@ -196,7 +183,7 @@ HARMONY = Format(
         "<|return|>",
     ),
 )
-FORMATS: dict[Name, Format] = {
+FORMATS: dict[ToolCallParser, Format] = {
     each.name: each
     for each in (
         LLAMA3_JSON,
@@ -210,15 +197,3 @@ FORMATS: dict[Name, Format] = {
         HARMONY,
     )
 }
-
-
-def named(name: str) -> Format:
-    """Raises ValueError where no format has the name."""
-    try:
-        return FORMATS[Name(name)]
-    except ValueError:
-        raise ValueError(f"must be one of {listed(FORMATS)}, got {name!r:.80}") from None
-
-
-def listed(names: Iterable[str]) -> str:
-    return ", ".join(str(name) for name in names)

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.formats.detect import NoFormat, detect, detect_thinking
-from kvline_server.formats.format import Format, Thinking, named
+from kvline_server.formats.format import FORMATS, Format, Thinking
 from kvline_server.formats.grammar import Choice
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.tools import NamedTool
@@ -20,10 +21,12 @@ class Answering:
     ids: Mapping[str, int] = field(default_factory=dict)  # the tokenizer's added tokens by text
 
 
-def answering(template: str, ids: Mapping[str, int], parser: str | None = None) -> Answering:
-    """Of a model with this chat template for tools; `parser` overrules what that shows. Raises
-    ValueError where no format has its name."""
-    format = named(parser) if parser is not None else detect(template, ids)
+def answering(
+    template: str, ids: Mapping[str, int], parser: ToolCallParser | None = None
+) -> Answering:
+    """Of a model with this chat template for tools; `parser` overrules what that
+    shows."""
+    format = FORMATS[parser] if parser is not None else detect(template, ids)
     return Answering(format, detect_thinking(template, ids), ids)
 
 

@@ -12,12 +12,14 @@ from kvline_server.http.protocol import anthropic as kinds
 from kvline_server.http.protocol.anthropic import CountTokensRequest, MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.strict import kind_of, parse, parse_at
+from kvline_server.http.protocol.tools import check_left_out
 
 Object = dict[str, Any]
 # Begins a text that Claude Code puts first, and that differs in each request: with it no prompt
 # would be in the prefix cache.
 BILLING = "x-anthropic-billing-header"
 LEFT_OUT = "web_search"  # what a model may do without; clients send it to every server
+FAILED = "Error"  # begins the result of a call that failed
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -71,6 +73,7 @@ def _tools(given: list[Any]) -> Iterator[Object]:
         at = f"tools[{index}]"
         kind = kind_of(tool)
         if kind is not None and kind.startswith(LEFT_OUT):
+            check_left_out(tool, at)
             continue
         if kind not in (None, "custom"):
             raise _unsupported(f"{at}.type", "must be custom; no other tools are supported here")
@@ -111,6 +114,8 @@ def _of_user(blocks: list[Any], at: str) -> Iterator[Object]:
                 texts = []
             read = parse_at(kinds.ToolResultBlock, block, place)
             text = "".join(_texts(read.content or "", f"{place}.content"))
+            if read.is_error:  # no template has a place for it
+                text = f"{FAILED}: {text}" if text else FAILED
             yield {"role": "tool", "tool_call_id": read.tool_use_id, "content": text}
         else:
             texts.append(_text(block, place))

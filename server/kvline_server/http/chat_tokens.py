@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvline_contract.launch import ToolCallParser
+from kvline_server.formats.detect import NoFormat
 from kvline_server.http.answering import answering
 from kvline_server.http.controls import Controls, Unfollowed
 from kvline_server.http.errors import BadRequest
@@ -41,11 +43,11 @@ class ChatTokens:
         files: ChatFiles,
         processes: int = 1,
         seconds: float = CPU_SECONDS,
-        parser: str | None = None,
+        parser: ToolCallParser | None = None,
     ) -> None:
         """`processes`: that render, so many at once; `seconds`: of CPU time for each rendering;
-        `parser`: of tool calls, by its name. Raises ValueError where none has that."""
-        self._tokens, self._files = tokens, files
+        `parser`: of tool calls, instead of the one that the template shows."""
+        self._tokens, self._files, self._parser = tokens, files, parser
         template = files.tool_template or files.template or ""
         self.answering = answering(template, tokens.added, parser)
         self.processes = processes
@@ -63,6 +65,19 @@ class ChatTokens:
             return self._files.problem
         invalid = self._renderers.known().invalid
         return invalid and f"{self._renderers.title} {invalid}"
+
+    def tool_problem(self) -> str:
+        """Why tools are refused, though a template takes some or a parser is named; or nothing."""
+        no_tools = self._renderers.known().no_tools if self._renderers is not None else ""
+        if self.answering.format is NoFormat.UNKNOWN and not no_tools:
+            return f"tools are refused: {NoFormat.UNKNOWN}"
+        if self._parser is not None and no_tools:
+            assert self._renderers is not None
+            return (
+                f"tools are refused: {self._renderers.title} {no_tools}; "
+                "spec.engine.toolCallParser changes nothing"
+            )
+        return ""
 
     def render(self, messages: list[dict[str, Any]], asked: Asked) -> Rendered:
         """Takes as long as the template does. Raises BadRequest where that has an error."""

@@ -175,6 +175,8 @@ def sampling(
             request.prompt_field,
             "context_length_exceeded",
         )
+    if request.most() is None:
+        max_tokens = max(max_tokens, request.min_tokens)
     max_tokens = min(max_tokens, room)  # agents ask every model for the same large number
     if request.min_tokens > max_tokens:
         raise BadRequest(

@@ -7,19 +7,19 @@ import string
 from typing import Any
 
 from kvline_server.formats.events import CallArguments, CallStart, Event, Reasoning, Text
-from kvline_server.formats.format import Format, Name
+from kvline_server.formats.format import MISTRAL_V7, MISTRAL_V11
 from kvline_server.http.answering import Answering
 from kvline_server.http.pieces import Answer
 
 Object = dict[str, Any]
 # Their templates take no other ids of calls than nine letters and digits.
-NINE = {Name.MISTRAL_V7, Name.MISTRAL_V11}
+NINE = (MISTRAL_V7, MISTRAL_V11)
 LETTERS = string.ascii_letters + string.digits
 
 
 def call_id(model: Answering, prefix: str = "call_") -> str:
     """Of one call, which no other has."""
-    if isinstance(model.format, Format) and model.format.name in NINE:
+    if model.format in NINE:
         return "".join(secrets.choice(LETTERS) for _ in range(9))
     return prefix + secrets.token_hex(12)
 

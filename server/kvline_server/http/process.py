@@ -77,7 +77,8 @@ class Edge:
         model = read_config(folder)
         context = launch.engine.max_model_len or model.max_position
         tokens = open_tokens(folder, edge.longest_text(context))
-        chat = open_chat(folder, tokens, min(edge.parsing, MOST_RENDERERS))
+        parser = launch.engine.tool_call_parser
+        chat = open_chat(folder, tokens, min(edge.parsing, MOST_RENDERERS), parser)
         self.warning = _not_served(tokens, chat) if arguments.index == 0 else ""
         totals = Totals(arguments.totals_fd)
         ids = itertools.count(1 + arguments.index, arguments.processes)
@@ -269,8 +270,10 @@ def _not_served(tokens: Tokens | None, chat: ChatTokens | None) -> str:
     """What the model's files do not serve; empty where nothing is amiss."""
     if tokens is None:
         return "the model has no tokenizer.json: prompts must be token ids, and chat is not served"
-    problem = chat.problem() if chat is not None else ""
-    return problem and f"{problem}: chat is not served"
+    if chat is None:
+        return ""
+    problem = chat.problem()
+    return f"{problem}: chat is not served" if problem else chat.tool_problem()
 
 
 def _allow_files() -> int:

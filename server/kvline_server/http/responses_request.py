@@ -10,6 +10,7 @@ from kvline_server.http.protocol import responses as kinds
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
 from kvline_server.http.protocol.strict import kind_of, parse, parse_at
+from kvline_server.http.protocol.tools import check_left_out
 
 Object = dict[str, Any]
 Names = dict[str, tuple[str, str]]  # what a model calls -> its namespace, and its name in that
@@ -38,7 +39,8 @@ def to_chat(request: ResponsesRequest) -> tuple[ChatRequest, Names]:
         made["reasoning_effort"] = request.reasoning.effort
     if request.text is not None and request.text.format is not None:
         made["response_format"] = _format(request.text.format)
-    if "message.output_text.logprobs" in (request.include or ()):
+    # OpenAI answers a number alone with an empty list, which nobody can have meant.
+    if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
         made |= {"logprobs": True, "top_logprobs": request.top_logprobs}
     return parse(ChatRequest, made), names
 
@@ -58,7 +60,9 @@ def _tools(given: list[Any], place: str, names: Names, namespace: str = "") -> I
         if kind == "namespace" and not namespace:
             group = parse_at(kinds.NamespaceTool, tool, at)
             yield from _tools(group.tools, f"{at}.tools", names, group.name)
-        elif kind not in LEFT_OUT or namespace:
+        elif kind in LEFT_OUT and not namespace:
+            check_left_out(tool, at)
+        else:
             if kind not in (None, "function"):
                 what = "must be function; no other tools are supported here"
                 raise _unsupported(f"{at}.type", what)
@@ -128,8 +132,10 @@ def _text(content: str | list[Any], at: str) -> str:
         if kind and kind.startswith(("input_", "computer_")) and kind != "input_text":
             what = f"{kind[:40]} is not supported here; only text parts are taken"
             raise _unsupported(f"{place}.type", what)
-        read = parse_at(kinds.Part, part, place)
-        texts.append(read.text or read.refusal)
+        if kind == "refusal":
+            texts.append(parse_at(kinds.RefusalPart, part, place).refusal)
+        else:
+            texts.append(parse_at(kinds.Part, part, place).text)
     return "".join(texts)
 
 

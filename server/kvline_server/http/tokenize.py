@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,15 +28,22 @@ from kvline_server.http.service import Service
 from kvline_server.http.tokens import Tokens
 
 AT_ONCE = 1024  # ids or strings that are Python objects
+IN_JSON = 6  # bytes that a byte of a text may take, as \u0000
 Ids = npt.NDArray[np.int32]
-Body = TokenizeText | Conversation
+Read = TypeVar("Read", bound=Conversation)
 
 
 async def tokenize(service: Service, request: Request) -> Response:
+    def read(value: dict[str, Any]) -> TokenizeChat:
+        body = parse(TokenizeChat, value)
+        _check_model(service, body.model)
+        return body
+
     with ExitStack() as stack:
-        body, ids = await _ids(service, request, stack, partial(_read, service))
+        raw = await _received(service, request, stack)
+        made: tuple[TokenizeText | TokenizeChat, Ids] | None = await _of_text(service, raw)
+        body, ids = made or await _of_chat(service, raw, read)
         stack.enter_context(service.admission.room(0, 0, ids.nbytes))
-        assert isinstance(body, TokenizeText | TokenizeChat)
         strings = body.return_token_strs
         return await respond(lambda: _answer(service, ids, strings), stack)
 
@@ -51,21 +57,36 @@ async def count_tokens(service: Service, request: Request) -> Response:
         return to_chat(body)
 
     with ExitStack() as stack:
-        _, ids = await _ids(service, request, stack, read)
+        raw = await _received(service, request, stack)
+        _, ids = await _of_chat(service, raw, read)
         return await respond(lambda: {"input_tokens": len(ids)}, stack)
 
 
-async def _ids(
-    service: Service, request: Request, stack: ExitStack, read: Callable[[dict[str, Any]], Body]
-) -> tuple[Body, Ids]:
-    """The request as `read`, and its tokens."""
+async def _received(service: Service, request: Request, stack: ExitStack) -> bytearray:
     stack.enter_context(service.admission.request())
-    raw = await read_json(request, stack.enter_context(service.bodies.hold()))
+    return await read_json(request, stack.enter_context(service.bodies.hold()))
+
+
+async def _of_text(service: Service, raw: bytearray) -> tuple[TokenizeText, Ids] | None:
+    """None where it is a chat: what is parsed of that does not wait for a process that renders, as
+    it takes many times the body's size."""
+    async with service.bodies.turn(len(raw)):
+        value = parse_object(raw)
+        if "messages" in value:
+            return None
+        body = parse(TokenizeText, value)
+        _check_model(service, body.model)
+        return body, await asyncio.to_thread(_encoded, service, body)
+
+
+async def _of_chat(
+    service: Service, raw: bytearray, read: Callable[[dict[str, Any]], Read]
+) -> tuple[Read, Ids]:
+    """The request as `read`, and its tokens."""
     async with service.rendering:
         turn = service.bodies.turn(len(raw))
         async with turn:
             body = read(parse_object(raw))
-            del raw
         make = await asyncio.to_thread(_prepared, service, body)
         async with turn:
             return body, await asyncio.to_thread(make)
@@ -73,23 +94,20 @@ async def _ids(
 
 async def detokenize(service: Service, request: Request) -> Response:
     with ExitStack() as stack:
-        stack.enter_context(service.admission.request())
-        raw = await read_json(request, stack.enter_context(service.bodies.hold()))
+        raw = await _received(service, request, stack)
         async with service.bodies.turn(len(raw)):
             body = parse(Detokenize, parse_object(raw))
             del raw
             _check_model(service, body.model)
             tokens = _check_ids(service, body.tokens)
-            text = await asyncio.to_thread(tokens.decode, body.tokens)
-        stack.enter_context(service.admission.room(0, 0, len(msgspec.json.encode(text))))
+            most = IN_JSON * await asyncio.to_thread(tokens.text_bytes, body.tokens)
+            if most > service.admission.max_held:
+                message = f"tokens: their text may take {most} bytes; this server holds "
+                raise BadRequest(f"{message}{service.admission.max_held}: send fewer", "tokens")
+            with service.admission.room(0, 0, most):
+                text, nbytes = await asyncio.to_thread(_decoded, tokens, body.tokens)
+        stack.enter_context(service.admission.room(0, 0, nbytes))
         return await respond(lambda: {"prompt": text}, stack)
-
-
-def _read(service: Service, value: dict[str, Any]) -> TokenizeText | TokenizeChat:
-    body: TokenizeText | TokenizeChat
-    body = parse(TokenizeChat, value) if "messages" in value else parse(TokenizeText, value)
-    _check_model(service, body.model)
-    return body
 
 
 def _check_model(service: Service, name: str | None) -> None:
@@ -103,14 +121,22 @@ def _tokens(service: Service) -> Tokens:
     return service.generator.tokens
 
 
-def _prepared(service: Service, body: Body) -> Callable[[], Ids]:
+def _encoded(service: Service, body: TokenizeText) -> Ids:
+    most = service.limits.max_model_len
+    return np.array(_tokens(service).encode(body.prompt, most, body.add_special_tokens), np.int32)
+
+
+def _decoded(tokens: Tokens, ids: list[int]) -> tuple[str, int]:
+    """Their text, and its bytes in JSON."""
+    text = tokens.decode(ids)
+    return text, len(msgspec.json.encode(text))
+
+
+def _prepared(service: Service, body: Conversation) -> Callable[[], Ids]:
     """Renders a chat, which may take long and takes no turn. -> what tokenises"""
-    tokens, most = _tokens(service), service.limits.max_model_len
-    if isinstance(body, TokenizeText):
-        text, special = body.prompt, body.add_special_tokens
-        return lambda: np.array(tokens.encode(text, most, special), np.int32)
-    chat = service.generator.chat
-    assert chat is not None  # as there is a tokenizer
+    most, chat = service.limits.max_model_len, service.generator.chat
+    if chat is None:
+        raise BadRequest("this model has no tokenizer")
     made = chat.render(rendered(body.messages), asked(body))
     return lambda: np.array(chat.tokenise(made, most), np.int32)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.errors import ModelInvalid
 from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.template_files import read_chat_files
@@ -25,7 +26,10 @@ def open_tokens(folder: Path, max_text: int = MAX_TEXT) -> Tokens | None:
 
 
 def open_chat(
-    folder: Path, tokens: Tokens | None, processes: int = 1, parser: str | None = None
+    folder: Path,
+    tokens: Tokens | None,
+    processes: int = 1,
+    parser: ToolCallParser | None = None,
 ) -> ChatTokens | None:
     """A template that is invalid costs chat, and ends no start. `parser`: of tool calls, instead of
     the one that the template shows. Raises ModelInvalid."""

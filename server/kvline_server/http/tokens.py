@@ -87,6 +87,10 @@ class Tokens:
             return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
+    def text_bytes(self, ids: list[int]) -> int:
+        """Of their text, with the blank that some decoders put between two, before it is made."""
+        return len(ids) + sum(len(self.token_bytes(id)) for id in ids)
+
     def stream(self) -> TextStream:
         return ByteStream(self) if self._bytes_alone else RuleStream(self)
 

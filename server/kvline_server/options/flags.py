@@ -25,6 +25,7 @@ FLAGS = {
     "method": "--speculation",
     "maxDraftTokens": "--max-draft-tokens",
     "defaultMaxTokens": "--default-max-tokens",
+    "toolCallParser": "--tool-call-parser",
     "kvTokens": "--kv-tokens",
     "headroomMiB": "--headroom-mib",
     "drainSeconds": "--drain-seconds",

@@ -242,8 +242,7 @@ class Supervisor:
             if first and self.engine is not None:
                 self.engine.first.tell(NeighboursReady())
         elif isinstance(message, Progress):
-            if message.warning is not None:
-                log(f"warning: {message.warning}")
+            self._log_warning(message.warning)
             self.keeper.apply(message)  # or it says why it must end
 
     def _from_engine(self, rank: int, message: Message) -> None:
@@ -251,7 +250,7 @@ class Supervisor:
             self.keeper.touch()  # it loads, whatever rank 0 waits for
             text = message.warning if isinstance(message, Progress) else None
             if text is not None and self.keeper.warn(text, rank):
-                log(f"warning: rank {rank}: {text}")
+                self._log_warning(f"rank {rank}: {text}")
         elif isinstance(message, Beat):
             self.health.on_engine_heartbeat(message)
         elif isinstance(message, Progress):
@@ -261,8 +260,11 @@ class Supervisor:
                 self._tell_stage(self.narrator)
             if message.result is not None:
                 self._serve()
-            if message.warning is not None:
-                log(f"warning: {message.warning}")
+            self._log_warning(message.warning)
+
+    def _log_warning(self, text: str | None) -> None:
+        if text is not None:
+            log(f"warning: {with_flag_names(text) if self.options.from_flags else text}")
 
     def _tell_stage(self, narrator: Narrator) -> None:
         narrator.tell(self.keeper.report, time.monotonic(), datetime.now(UTC))

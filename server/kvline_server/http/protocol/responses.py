@@ -112,11 +112,15 @@ class ResponsesRequest(Strict):
 class Part(Strict):
     """Of a message; `annotations` and `logprobs` come back as they were answered."""
 
-    type: Literal["input_text", "output_text", "text", "refusal"]
-    text: str = ""
-    refusal: str = ""
+    type: Literal["input_text", "output_text", "text"]
+    text: str
     annotations: Any = None
     logprobs: Any = None
+
+
+class RefusalPart(Strict):
+    type: Literal["refusal"]
+    refusal: str
 
 
 class MessageItem(Strict):

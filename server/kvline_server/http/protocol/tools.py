@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.strict import CacheControl, Strict, check_depth, kind_of
 from kvline_server.http.validation import UnsupportedValue
 
@@ -75,6 +76,14 @@ class NamedTool(Strict):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def check_left_out(tool: Any, place: str) -> None:
+    """Of a tool that the model is not offered, but that an answer repeats. Raises BadRequest."""
+    try:
+        check_depth(tool, MAX_SCHEMA_DEPTH)
+    except ValueError as error:
+        raise BadRequest(f"{place}: {error}", place, "invalid_value") from None
 
 
 def check_tools(tools: Iterable[Tool]) -> None:
