@@ -24,7 +24,6 @@ Request = TypeVar("Request", bound=GenerationRequest)
 NO_OPTIONS = StreamOptions()
 LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 MARK, ENCODED_MARK = "\0", b'"\\u0000"'  # stands for a text
-Growing = type[Text] | type[Reasoning] | type[CallArguments]
 _encode_text = msgspec.json.Encoder().encode
 
 
@@ -106,8 +105,8 @@ class Chunks:
         self._head = b"data: " + escaped(fields[:-2])  # without the end of the list of choices
         self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._counts = options.continuous_usage_stats
-        # The text of a choice, and of one's event by its kind and its call.
-        self._around: dict[tuple[int, Growing, int], list[bytes]] = {}
+        self._around: dict[int, list[bytes]] = {}  # the text of a choice
+        self._around_events: dict[tuple[int, int | None], list[bytes]] = {}  # of a choice's call
 
     def choice(self, choice: dict[str, Any]) -> bytes:
         tail = self._usage() if self._counts else self._tail
@@ -115,28 +114,33 @@ class Chunks:
 
     def text(self, index: int, text: str) -> bytes:
         """Of a choice that goes on, without logprobs."""
-        return self._grown(index, text, Text)
+        around = self._around.get(index)
+        if around is None:
+            around = self._around[index] = self._surroundings(index, Text(MARK))
+        chunk = escaped(_encode_text(text)).join(around)
+        return chunk + self._usage() if self._counts else chunk
 
     def event(self, index: int, event: Event) -> bytes:
         """Likewise; nothing for one that a stream does not show."""
-        if isinstance(event, Text | Reasoning):
-            return self._grown(index, event.text, type(event))
-        if isinstance(event, CallArguments):
-            return self._grown(index, event.text, CallArguments, event.index)
-        return b"".join(map(self.choice, self._work.parts(index, _piece(event))))
-
-    def _grown(self, index: int, text: str, kind: Growing, call: int = 0) -> bytes:
-        """More of what is text in a choice, which may stand in several places of its chunk."""
-        around = self._around.get((index, kind, call))
+        if isinstance(event, Text):
+            return self.text(index, event.text)
+        if not isinstance(event, Reasoning | CallArguments):
+            return b"".join(map(self.choice, self._work.parts(index, _piece(event))))
+        call = event.index if isinstance(event, CallArguments) else None
+        around = self._around_events.get((index, call))
         if around is None:
-            event = CallArguments(call, MARK) if issubclass(kind, CallArguments) else kind(MARK)
-            [choice] = self._work.parts(index, _piece(event))
-            around = escaped(b"".join(encode(choice))).split(ENCODED_MARK)
-            around[0] = self._head + around[0]
-            around[-1] += b"" if self._counts else self._tail
-            self._around[index, kind, call] = around
-        chunk = escaped(_encode_text(text)).join(around)
+            marked = Reasoning(MARK) if call is None else CallArguments(call, MARK)
+            around = self._around_events[index, call] = self._surroundings(index, marked)
+        chunk = escaped(_encode_text(event.text)).join(around)
         return chunk + self._usage() if self._counts else chunk
+
+    def _surroundings(self, index: int, marked: Event) -> list[bytes]:
+        """Of the places of an event's text in its chunk, which may be several."""
+        [choice] = self._work.parts(index, _piece(marked))
+        around = escaped(b"".join(encode(choice))).split(ENCODED_MARK)
+        around[0] = self._head + around[0]
+        around[-1] += b"" if self._counts else self._tail
+        return around
 
     def last(self) -> bytes:
         return self._head + self._usage()

@@ -4,7 +4,7 @@ events; cut at stop texts."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvline_server.formats.answer import AnswerParser, Kind
@@ -36,7 +36,7 @@ class Piece:
     stop: str | None = None  # the stop text that ended it
     prompt_scores: list[PackedScores] = field(default_factory=list)
     cached: int = 0
-    events: list[Event] = field(default_factory=list)  # in order; empty where there is text alone
+    events: Sequence[Event] = ()  # in order; empty where there is text alone
     reasoning: int = 0  # of the tokens
 
     @property
@@ -48,11 +48,11 @@ class Piece:
         if isinstance(event, Text):
             self.text += event.text
         elif self.text and not self.events:
-            self.events.append(Text(self.text))
+            self.events = [Text(self.text)]
         if self.events or not isinstance(event, Text):
-            self.events.append(event)
+            self.events = [*self.events, event]
 
-    def written(self) -> list[Event]:
+    def written(self) -> Sequence[Event]:
         return self.events or ([Text(self.text)] if self.text else [])
 
 
