@@ -12,7 +12,6 @@ from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.strict import parse
 from kvline_server.http.protocol.tools import MAX_TOOL_BYTES, MAX_TOOLS, NO_PARAMETERS
-from kvline_server.http.served import check_served
 
 Fields = dict[str, Any]
 USER: Fields = {"role": "user", "content": "a"}
@@ -63,22 +62,16 @@ TAKEN: list[Fields] = [
     {"reasoning_effort": "none"},
     {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "high"}},
     {"response_format": {"type": "text"}},
-    {"include_reasoning": True},
+    {"tools": function(), "tool_choice": "auto", "parallel_tool_calls": False},
+    {"tools": function()},
+    {"include_reasoning": False, "thinking_token_budget": 100.0},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", TAKEN, ids=lambda fields: json.dumps(fields)[:60])
 def test_what_clients_send_is_taken(fields: Fields) -> None:
     request = chat(**fields)
-    check_served(request)
     assert len(rendered(request.messages)) == len(request.messages)
-
-
-def test_what_is_valid_and_not_served_is_refused_by_name() -> None:
-    with pytest.raises(BadRequest, match="is not supported here") as refused:
-        check_served(chat(thinking_token_budget=100.0))
-    assert refused.value.param == "thinking_token_budget"
-    assert refused.value.code == "unsupported_value"
 
 
 WRONG: list[tuple[Fields, str, str]] = [

@@ -71,9 +71,10 @@ def pointed(reference: Any, root: Mapping[str, Any]) -> Any:
     return at
 
 
-def types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a value may have; all of them where the schema does not say."""
-    return _types(schema, root, [MOST_SCHEMAS])
+def types(schema: Any, root: Mapping[str, Any], most: int = MOST_SCHEMAS) -> frozenset[str]:
+    """The JSON types that a value may have; all of them where the schema does not say, or not by
+    its first `most` parts."""
+    return _types(schema, root, [most])
 
 
 def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[str]:
@@ -85,7 +86,9 @@ def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[s
     for keyword in ("anyOf", "oneOf"):
         branches = schema.get(keyword)
         if isinstance(branches, list) and branches:
-            found &= frozenset().union(*(_types(branch, root, left) for branch in branches))
+            # One more than is left has all types, as any after it.
+            some = branches[: left[0] + 1]
+            found &= frozenset().union(*(_types(branch, root, left) for branch in some))
     together = schema.get("allOf")
     for branch in together if isinstance(together, list) else ():
         found &= _types(branch, root, left)

@@ -70,9 +70,11 @@ def _choice(given: kinds.AnthropicChoice | None) -> Object:
 
 
 def _thinking(request: CountTokensRequest) -> Object:
-    made: Object = {}
+    """A client that does not ask for thinking gets none of it, whether the model thinks or not."""
+    made: Object = {"include_reasoning": False}
     if request.thinking is not None:
         thinks = request.thinking.type != "disabled"
+        made["include_reasoning"] = thinks
         made["chat_template_kwargs"] = {"enable_thinking": thinks}
         made["thinking_token_budget"] = request.thinking.budget_tokens
     if request.output_config is not None:

@@ -21,7 +21,6 @@ from kvline_server.http.guarantee import Guarantee, compiled, demanded, guarante
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
-from kvline_server.http.served import check_served
 from kvline_server.http.service import Service
 from kvline_server.http.stream import Jobs
 
@@ -52,8 +51,6 @@ async def plan(
             parsed = read(parse_object(raw))
             del raw
             service.check_model(parsed.model)
-            with named(field):
-                check_served(parsed)
             id = request_id(request.headers.get("x-request-id"), id_prefix)
             work = route(id, parsed, service.generator, service.limits, arrived)
             if not renders:
