@@ -31,7 +31,7 @@ class Asking:
         found = self._driven.get(client.name)
         if found is None or found.process.poll() is not None:
             found = self._driven[client.name] = Driven(client, self.served.url)
-            assert set(found.ask("")) >= set(client.features), "the table has other cases"
+            assert set(found.ask("")) == set(client.features), "the cases are not the table's"
         return found
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from environments import NODE
 from features import FEATURES
 
-CHAT = "chat stream"
+CHAT = "chat stream tools tools_stream parallel parallel_stream history required named"
 ERRORS = "too_long wrong_key full"
-RESPONSES = "responses responses_stream"
+RESPONSES = "responses responses_stream responses_tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ OF_TEST = (
         "OpenAI, Python",
         "clients",
         CHAT,
+        "schema json_object forbidden structured_outputs reasoning",
         RESPONSES,
-        "models",
+        "responses_tools_stream responses_schema models",
         ERRORS,
     ),
     client(
@@ -43,7 +44,7 @@ OF_TEST = (
         "Anthropic, Python",
         "clients",
         CHAT,
-        "count_tokens models",
+        "reasoning count_tokens models",
         ERRORS,
     ),
     client(
@@ -51,7 +52,7 @@ OF_TEST = (
         "LangChain",
         "clients",
         CHAT,
-        "responses",
+        "schema json_object responses",
         ERRORS,
     ),
     client(
@@ -59,8 +60,9 @@ OF_TEST = (
         "OpenAI, Node.js",
         NODE,
         CHAT,
+        "schema json_object forbidden reasoning",
         RESPONSES,
-        "models",
+        "responses_tools_stream responses_schema models",
         ERRORS,
     ),
     client(
@@ -68,7 +70,9 @@ OF_TEST = (
         "Vercel AI SDK",
         NODE,
         CHAT,
+        "history_stream schema json_object reasoning",
         RESPONSES,
+        "responses_schema",
         ERRORS,
     ),
 )
@@ -77,23 +81,31 @@ OTHERS = (
         "agents-python",
         "Agents SDK, Python",
         "clients-agents",
-        "chat stream",
+        "chat stream history history_stream required schema",
         RESPONSES,
+        "responses_schema",
         ERRORS,
     ),
     client(
         "agents-node",
         "Agents SDK, Node.js",
         NODE,
-        "chat stream",
+        "chat stream history history_stream required schema",
         RESPONSES,
+        "responses_schema",
         ERRORS,
+    ),
+    client(
+        "langgraph-python",
+        "LangGraph",
+        "clients-agents",
+        "chat history history_stream too_long full",
     ),
     client(
         "pydantic-ai-python",
         "Pydantic AI",
         "clients-agents",
-        "chat stream responses",
+        "chat stream history history_stream required schema reasoning responses responses_tools",
         ERRORS,
     ),
     client(
@@ -101,14 +113,21 @@ OTHERS = (
         "LiteLLM",
         "clients-agents",
         CHAT,
-        "responses",
+        "schema json_object reasoning responses messages",
         ERRORS,
     ),
     client(
         "llama-index-python",
         "LlamaIndex",
         "clients-llama-index",
-        "chat stream",
+        "chat stream tools parallel history_stream required schema",
+        ERRORS,
+    ),
+    client(
+        "instructor-python",
+        "Instructor",
+        "clients-instructor",
+        "named schema json_object",
         ERRORS,
     ),
 )
