@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,10 @@ def compiles(path: Path) -> bytes:
     return asyncio.run(work())
 
 
+def another(server: Server, old: list[int]) -> bool:
+    return server.grammars() not in (old, [])
+
+
 @pytest.mark.process
 def test_a_process_of_grammars_that_ends_is_started_again_and_the_pod_serves_on(
     start: Callable[..., Server],
@@ -45,7 +50,7 @@ def test_a_process_of_grammars_that_ends_is_started_again_and_the_pod_serves_on(
         old = server.grammars()
         os.kill(old[0], signal.SIGKILL)
         assert server.complete(prompt="hi", max_tokens=3)["choices"]
-        eventually(lambda old=old: server.grammars() not in (old, []), 20, on="server")
+        eventually(partial(another, server, old), 20, on="server")
         assert compiles(service.path), "at the same place"
     assert server.probe("/readyz")[0] == 200
     assert "the process of grammars ended with signal 9" in server.output()
