@@ -34,7 +34,7 @@ from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
-from kvline_server.sizing.running import bounded
+from kvline_server.sizing.running import bounded, left, open_to_sizing
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
@@ -76,9 +76,9 @@ def load_model(
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
-            if launch.engine.max_running_requests is None and len(cache) > 1:
-                left = device.limit - expected - collectives - settings.reserved()
-                running = _least(bounded(settings, parts(cache), left), kernels)
+            if open_to_sizing(launch, model, settings):
+                remains = left(device, settings, expected + collectives, model.vocabulary)
+                running = _least(bounded(settings, parts(cache), remains), kernels)
                 settings = settings.changed(max_running_requests=running)
             copied = _LoadProgress(send, started)
             worker = _build(source, model, cache, settings, backend, kernels, copied)

@@ -155,8 +155,13 @@ class EngineSettings:
 def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -> int:
     """Rows of one LM-head chunk, a multiple of `block`; fixed for the life of the process."""
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
-    rows = max(64, min(budget // (LIVE_MATRICES * vocabulary * 4), 2048))
+    rows = max(64, min(budget // score_bytes(1, vocabulary), 2048))
     return max(1, rows // block) * block
+
+
+def score_bytes(rows: int, vocabulary: int) -> int:
+    """That are taken at most while so many rows are scored at once."""
+    return LIVE_MATRICES * rows * vocabulary * 4
 
 
 def resolve(
