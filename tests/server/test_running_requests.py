@@ -67,11 +67,13 @@ def test_where_some_number_of_requests_starts_the_chosen_one_does(
         assert quarter or not starts(2 * running), "no fewer than must be"
 
 
-@pytest.mark.parametrize("asked", [None, 4])
+@pytest.mark.parametrize(("length", "asked"), [(None, None), (None, 4), (16, None)])
 def test_what_depends_on_the_memory_waits_for_the_processes_that_take_some(
-    make_model: Callable[..., Path], asked: int | None
+    make_model: Callable[..., Path], length: int | None, asked: int | None
 ) -> None:
-    launch = launch_config(make_model("gemma3"), EngineOptions(None, asked, 64))
+    """A context that the window hides nothing of keeps none beside the cache, and the model
+    has windows all the same: a longer one would."""
+    launch = launch_config(make_model("gemma3"), EngineOptions(length, asked, 64))
     heard: list[str | None] = []
 
     def send(progress: Progress) -> None:
@@ -81,5 +83,6 @@ def test_what_depends_on_the_memory_waits_for_the_processes_that_take_some(
     made = load_rank(
         launch, send, 8 << 30, os.getpid(), wait_for_neighbours=lambda: heard.append("waited")
     )
-    assert heard == ([] if asked else [WAITS_FOR_HTTP, "waited", None])
+    assert heard == ([] if asked or length else [WAITS_FOR_HTTP, "waited", None])
+    assert made.loaded.windowed and len(made.loaded.groups) == (1 if length else 2)
     assert made.settings.max_running_requests == (asked or 16)

@@ -107,6 +107,7 @@ def load_model(
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(backend.cache_dtype),
         note=backend.note,
+        windowed=any(model.windows),
     )
     return loaded, settings
 
