@@ -85,4 +85,5 @@ def test_what_depends_on_the_memory_waits_for_the_processes_that_take_some(
     )
     assert heard == ([] if asked or length else [WAITS_FOR_HTTP, "waited", None])
     assert made.loaded.windowed and len(made.loaded.groups) == (1 if length else 2)
+    assert made.settings.table_bytes_per_token == 6 * 2 * (16 + 64) // 16, "as its attention takes"
     assert made.settings.max_running_requests == (asked or 16)

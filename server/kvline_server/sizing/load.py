@@ -76,10 +76,8 @@ def load_model(
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
-            if open_to_sizing(launch, model, settings):
-                remains = left(device, settings, expected + collectives, model.vocabulary)
-                running = _least(bounded(settings, parts(cache), remains), kernels)
-                settings = settings.changed(max_running_requests=running)
+            fixed = expected + collectives
+            settings = _sized(launch, model, settings, device, kernels, cache, fixed)
             copied = _LoadProgress(send, started)
             worker = _build(source, model, cache, settings, backend, kernels, copied)
             for warning in (_dequantised(source, backend), missing):
@@ -110,6 +108,26 @@ def load_model(
         windowed=any(model.windows),
     )
     return loaded, settings
+
+
+def _sized(
+    launch: LaunchConfig,
+    model: ModelConfig,
+    settings: EngineSettings,
+    device: Device,
+    kernels: Kernels,
+    cache: tuple[CacheGroup, ...],
+    fixed: int,
+) -> EngineSettings:
+    """With what depends on the kernels, and on what so many bytes that are loaded leave."""
+    rows, queries = 1 + settings.draft_tokens, model.heads // model.kv_heads
+    page = kernels.attention.table_page_bytes(rows, queries)
+    settings = settings.with_tables(page, len(set(model.windows)))
+    if not open_to_sizing(launch, model, settings):
+        return settings
+    remains = left(device, settings, fixed, model.vocabulary)
+    running = _least(bounded(settings, parts(cache), remains), kernels)
+    return settings.changed(max_running_requests=running)
 
 
 def _least(running: int, kernels: Kernels) -> int:
