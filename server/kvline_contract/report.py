@@ -213,7 +213,8 @@ class Result:
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
     # Such as bfloat16; servers of version 1 do not report it.
     cache_dtype: str | None = field(limit=16, omit_none=True, default=None)
-    # Of a token that no layer's window has left; absent where windows free nothing.
+    # Of a token that no layer's window has left; absent where no layer has one. As bytes_per_token
+    # where a sequence is never longer than the window.
     full_bytes_per_token: int | None = field(low=1, omit_none=True, default=None)
     # KV tokens that a sequence of the longest length takes; absent where these are all of its own.
     sequence_tokens: int | None = field(low=1, omit_none=True, default=None)

@@ -19,6 +19,7 @@ from kvline_operator.store.capacity_status import CapacityStatus, Spread
 
 MIB, GIB = 1 << 20, 1 << 30
 PAGE = 16
+MOST = 64  # requests that run at once
 Object = dict[str, Any]
 
 
@@ -36,29 +37,38 @@ class Machine:
     of_row: int  # KiB
     vocabulary: int
     block: int
-    windows: int = 0  # bytes of a request's sliding windows, in the model's dtype
+    window: int = 1024  # tokens that some layers see
+    hidden: int = 0  # bytes of a token in these, in the model's dtype; 0: there are none
 
     def size(self, inputs: Object, memory: int) -> CapacityStatus | None:
         """None where the model does not fit."""
-        engine = inputs["engine"]
-        running, rows = engine["maxRunningRequests"], engine["maxPrefillTokens"]
+        engine = {"maxRunningRequests": None, **inputs["engine"]}
+        rows, headroom = engine["maxPrefillTokens"], inputs["capacity"]["headroomMiB"]
+        scale = 4 if engine["kvCacheDtype"] == "fp8" else 1
+        frees = engine["maxModelLen"] > self.window and self.hidden > 0
+        windows = [
+            frees * (count * (self.window + 32) + rows) * self.hidden // scale
+            for count in range(MOST + 1)
+        ]
+        running = engine["maxRunningRequests"] or self._running(
+            windows, (memory - self.weights - headroom) * MIB
+        )
         step = self.fixed * MIB + 1024 * (self.of_request * running + self.of_row * rows)
         scores = self._scored(memory) * self.vocabulary * 12
         growth = max(step, scores)
         clients = 0 if self.gpu else 40 * MIB + 1000 * running
-        each = self.wide // (4 if engine["kvCacheDtype"] == "fp8" else 1)
+        full = (self.wide + self.hidden) // scale
+        each = self.wide // scale if frees else full
         beside = 0 if self.gpu else self.beside + self.shared * (running > 1)
-        headroom = inputs["capacity"]["headroomMiB"]
-        windows = self.windows * running // (4 if engine["kvCacheDtype"] == "fp8" else 1)
-        taken = windows + self.weights * MIB + growth + clients
+        taken = windows[running] + self.weights * MIB + growth + clients
         left = memory * MIB - taken - (headroom + 24) * MIB
         tokens = (left // (each + beside) // PAGE - 1) * PAGE
         if tokens < PAGE:
             return None
         kv = tokens * each // MIB
         parts = {"weights": self.weights, "activations": -(-growth // MIB), "kv-cache": kv}
-        if windows:
-            parts["windows"] = -(-windows // MIB)
+        if frees:
+            parts["windows"] = -(-windows[running] // MIB)
         if not self.gpu:
             parts["clients"] = -(-(clients + tokens * beside) // MIB)
         parts["headroom"] = headroom
@@ -75,7 +85,15 @@ class Machine:
             source=Source.MEASURED,
             fingerprint="f",
             cache_dtype="float32",
+            full_bytes_per_token=full if self.hidden else None,
         )
+
+    def _running(self, windows: list[int], left: int) -> int:
+        """Where the spec does not say."""
+        running = MOST
+        while running > 8 and windows[running] > left // 2:
+            running //= 2
+        return running
 
     def _scored(self, memory: int) -> int:
         budget = min(memory * MIB // 16, GIB)
@@ -95,22 +113,24 @@ machines = st.builds(
     of_row=st.integers(0, 200),
     vocabulary=st.sampled_from([1000, 49152, 151936]),
     block=st.sampled_from([16, 64, 128]),
-    windows=st.sampled_from([0, 200_000, 5_000_000]),
+    window=st.sampled_from([512, 1024, 4096]),
+    hidden=st.sampled_from([0, 0, 4096, 40960]),
 )
-settings = st.fixed_dictionaries(
-    {
-        "memory": st.integers(512, 8192),
-        "maxRunningRequests": st.integers(1, 64),
-        "maxPrefillTokens": st.integers(64, 2048),
-        "kvCacheDtype": st.sampled_from(["auto", "fp8"]),
-        "headroomMiB": st.integers(0, 256),
-    }
-)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "memory": st.integers(512, 8192),
+    "maxModelLen": st.sampled_from([256, 1024, 2048, 8192]),
+    "maxRunningRequests": st.one_of(st.none(), st.integers(1, MOST)),
+    "maxPrefillTokens": st.integers(64, 2048),
+    "kvCacheDtype": st.sampled_from(["auto", "fp8"]),
+    "headroomMiB": st.integers(0, 256),
+}
+settings = st.fixed_dictionaries(FIELDS)
 
 
 def inputs_of(given: Object, gpu: bool) -> Object:
     resources = {"memory": "16Gi", "gpus": 1} if gpu else {"memory": f"{given['memory']}Mi"}
-    engine = {k: v for k, v in given.items() if k not in ("memory", "headroomMiB")}
+    beside = ("memory", "headroomMiB")
+    engine = {k: v for k, v in given.items() if k not in beside and v is not None}
     return {
         "model": {"source": "pvc://models/tiny"},
         "resources": resources,
@@ -124,11 +144,13 @@ def holds(made: Bounds, measured: CapacityStatus | None) -> bool:
     return made.low <= tokens and (made.high is None or tokens <= made.high)
 
 
-@given(machines, settings, settings)
+@given(machines, settings, settings, st.sets(st.sampled_from(sorted(FIELDS)), max_size=2))
 def test_whatever_changes_the_machine_measures_within_the_bounds(
-    machine: Machine, old: Object, new: Object
+    machine: Machine, old: Object, new: Object, changed: set[str]
 ) -> None:
-    old, new = {**old, "kvCacheDtype": "auto"}, {**new}
+    old = {**old, "kvCacheDtype": "auto"}
+    if changed:  # else all
+        new = {**old, **{name: new[name] for name in changed}}
     if machine.gpu:
         new["memory"] = old["memory"]  # the GPU's own, which no spec changes
     before, after = inputs_of(old, machine.gpu), inputs_of(new, machine.gpu)
@@ -168,6 +190,7 @@ def test_what_would_help_is_what_the_machine_would_measure(machine: Machine, giv
 CPU = Machine(False, 513, 46080, 600, 80, 20, 1000, 60, 49152, 64)
 GIVEN: Object = {
     "memory": 2048,
+    "maxModelLen": 8192,
     "maxRunningRequests": 16,
     "maxPrefillTokens": 512,
     "kvCacheDtype": "auto",
@@ -221,7 +244,7 @@ def bounds_of(**changes: Any) -> Bounds:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"engine": {"maxModelLen": 4096}},  # before: the model's own, which nothing here tells
+        {"engine": {"maxTopLogprobs": 4}},  # before: the default, which nothing here tells
         {"resources": {"gpus": 1}},
         {"resources": {"cpu": "4"}},
         {"resources": {"cpuLimit": "4"}},
@@ -263,3 +286,70 @@ def test_half_of_the_memory_is_surely_less_and_the_half_more_surely_more() -> No
     assert less.high is not None and less.high < 0.8 * tokens
     assert more.low > 1.5 * tokens
     assert bounds_of(resources={"memory": "2147483648"}).low == tokens  # the same, in bytes
+
+
+def gemma(max_model_len: int, running: int | None = 128) -> tuple[CapacityStatus, Object]:
+    """gemma-3-12b on an H200: 40 of 48 layers see 1,024 tokens."""
+    frees = max_model_len > 1024
+    kv, tokens, each = (72282, 1_156_512, 65536) if frees else (117088, 312_240, 393_216)
+    parts = [Part("weights", 22500), Part("activations", 2500), Part("kv-cache", kv)]
+    parts += [Part("windows", 44806)] if frees else []
+    parts += [Part("headroom", 500), Part("others", 412)]
+    made = measured(
+        kv_tokens=tokens,
+        bytes_per_token=each,
+        full_bytes_per_token=393_216,
+        memory=MemoryV1.of(Memory(143_000, tuple(parts))),
+        cache_dtype="bfloat16",
+    )
+    engine = {"maxModelLen": max_model_len, "maxRunningRequests": running}
+    given = {**inputs_of(GIVEN, True), "engine": {k: v for k, v in engine.items() if v is not None}}
+    return made, given
+
+
+def with_length(inputs: Object, length: int) -> Object:
+    return {**inputs, "engine": {**inputs["engine"], "maxModelLen": length}}
+
+
+def test_a_context_across_the_window_changes_what_a_token_takes() -> None:
+    long, inputs = gemma(8192)
+    shorter = bounds(long, inputs, with_length(inputs, 1024))
+    assert shorter.low <= 312_234 and shorter.high is not None
+    assert bounds(long, inputs, with_length(inputs, 16384)).high is not None, "it frees as before"
+    short, inputs = gemma(1024)
+    assert bounds(short, inputs, with_length(inputs, 8192)) == Bounds(0, None)
+    assert bounds(short, inputs, with_length(inputs, 512)).low >= short.kv_tokens
+    without = replace(short, full_bytes_per_token=None)  # no layer has a window
+    raised = bounds(without, inputs, with_length(inputs, 8192)).high
+    assert raised is not None and raised < 1.01 * short.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("capacity", "headroomMiB", 4096),
+        ("capacity", "headroomMiB", 0),
+        ("engine", "maxPrefillTokens", 64),
+        ("resources", "memory", "3Gi"),
+        ("resources", "memory", "1Gi"),
+    ],
+)
+def test_what_sets_how_many_requests_run_has_no_bound_where_windows_are_kept_for_them(
+    section: str, field: str, value: object
+) -> None:
+    made, inputs = gemma(8192, running=None)
+    if field == "memory":
+        inputs["resources"] = {"memory": "2Gi"}
+    inputs["engine"]["maxPrefillTokens"] = 512
+    after = {**inputs, section: {**inputs[section], field: value}}
+    assert bounds(made, inputs, after) == Bounds(0, None)
+    assert "memory" not in fields(made, inputs, 128)
+    for each in (inputs, after):
+        each["engine"] = {**each["engine"], "maxRunningRequests": 128}
+    assert bounds(made, inputs, after) != Bounds(0, None)
+
+
+def test_memory_of_the_host_sets_no_number_of_requests_on_a_gpu() -> None:
+    made, inputs = gemma(8192, running=None)
+    after = {**inputs, "resources": {**inputs["resources"], "memory": "32Gi"}}
+    assert bounds(made, inputs, after).low == made.kv_tokens

@@ -151,3 +151,15 @@ def test_a_namespace_whose_keys_take_long_leaves_workers_to_others() -> None:
     for key in hung:
         queue.add(key)
     assert None not in [queue.pop() for _ in range(4)]
+
+
+def test_a_namespace_that_was_slow_is_forgotten() -> None:
+    clock = Clock()
+    queue = WorkQueue(clock)
+    for index in range(100):
+        key = Key(f"namespace-{index}", "service")
+        queue.add(key)
+        assert queue.pop() == key
+        clock.now += SLOW + 1
+        queue.done(key)
+    assert len(queue._slow) <= 1 + REMEMBERED / (SLOW + 1), "those of the last two minutes"

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import SETTINGS
 
-from kvline_contract.launch import Device
 from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
@@ -22,13 +23,12 @@ from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.engine.stress.steps import worst_params
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
-from kvline_server.kernels.attention import SHORT_CHUNKS
+from kvline_server.kernels.attention import SHORT_CHUNKS, Attention
 from kvline_server.kernels.layout import GREEDY
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
-from kvline_server.sizing.settings import _shared_tables
 from kvline_server.worker.step import InFlight, LogitsEdits, Results, Step, Table
 
 # Memory that is taken for each of these at once: one step has the most of all of them.
@@ -158,14 +158,17 @@ def test_the_stress_set_s_sequences_fit_whatever_the_pages(
         assert 0 not in held and len(set(held)) == len(held) < pages, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("windows", [(), (32, 32), (0, 32)])
 def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
-    windows: tuple[int, ...], drafts: int
+    windows: tuple[int, ...], drafts: int, dtype: torch.dtype
 ) -> None:
-    """On the CPU with each sequence's own table and the masks of its tokens, one for each kind of
-    layer, with draft tokens for each query; on a GPU as they are given to two steps."""
+    """By torch's attention, on a CPU or a GPU, with each sequence's own table and the masks of its
+    tokens, one for each kind of layer, with draft tokens for each query; by others as they are
+    given to two steps."""
     queries = 2  # of a key-value head
+    attention = TorchKernels(dtype).attention
     each, params, kinds = 50, SamplingParams(max_tokens=1), set(windows) or {0}
     tokens, total = each * PAGE_SIZE, SHARED_TABLES * 2 * each
     shared = array("i", range(1, each + 1))
@@ -183,15 +186,17 @@ def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
         assert len(held) == total and len(apart) == (1 + drafts) * total
         kept += held.nbytes + total * shared.itemsize
         sent += 2 * apart.nbytes
-        for part in TorchKernels().attention.plan(layout, group, window):
+        for part in attention.plan(layout, group, window):
             if drafts:
                 part.repeat_mask(queries)
             assert part.mask is not None
             kept += part.pages.nbytes + part.mask.nbytes
-    taken = {Device.CPU: kept, Device.CUDA: sent}
-    for device, nbytes in taken.items():
-        reserved = _shared_tables(device, 2, windows, 1 + drafts, queries)
+    for kind, nbytes in ((type(attention), kept), (Attention, sent)):
+        page = kind.table_page_bytes(attention, 1 + drafts, queries)
+        reserved = SETTINGS.with_tables(page, len(set(windows))).table_bytes_per_token
         assert reserved * 2 * tokens == nbytes  # of a cache of two sequences
+    alone = SETTINGS.changed(max_running_requests=1).with_tables(64, 1)
+    assert alone.table_bytes_per_token == 0
 
 
 def at_once(step: Step, chunk: int) -> Iterator[slice]:

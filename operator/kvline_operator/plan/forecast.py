@@ -41,6 +41,14 @@ WITHOUT_EFFECT = {
 }
 # Lowered, they leave memory to the KV cache; raised, they take some.
 LIMITS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
+# By these a server sets how many requests run where windows are reserved for them, and the spec
+# does not say.
+SETS_RUNNING = (
+    "resources.memory",
+    "capacity.headroomMiB",
+    "engine.maxModelLen",
+    "engine.maxPrefillTokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,8 @@ def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Obj
     resources = before.get("resources") or {}
     if path in WITHOUT_EFFECT:
         return Effect()
+    if _sets_running(path, measured, before):
+        return UNKNOWN
     if path == "resources.memory":
         return _of_memory(old, new, measured, resources)
     if path == "capacity.headroomMiB" and None not in (old, new):
@@ -140,11 +150,30 @@ def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Obj
 
 
 def _of_limit(field: str, old: int, new: int, measured: CapacityStatus) -> Effect:
+    length = field == "maxModelLen"
     if new > old:
-        return Effect(least=-inf)
+        # A context that the window hid nothing of may become longer than it.
+        kept = length and measured.full_bytes_per_token is not None and not _frees_windows(measured)
+        return UNKNOWN if kept else Effect(least=-inf)
+    shrinks = new / max(1, old)
+    if length and _frees_windows(measured):
+        # Or no longer than the window: then all layers keep all, and none has windows beside.
+        return Effect(-inf, _bytes(measured, WINDOWS), shrinks)
     # One sequence alone shares its pages with none, so nothing is kept for that.
     alone = field == "maxRunningRequests" and new == 1
-    return Effect(most=_bytes(measured, CLIENTS) if alone else 0, shrinks=new / max(1, old))
+    return Effect(most=_bytes(measured, CLIENTS) if alone else 0, shrinks=shrinks)
+
+
+def _sets_running(path: str, measured: CapacityStatus, before: Object) -> bool:
+    """Whether another number of requests may run, and so other windows be reserved."""
+    asked = (before.get("engine") or {}).get("maxRunningRequests")
+    of_host = path == "resources.memory" and gpus(before.get("resources") or {})
+    return asked is None and path in SETS_RUNNING and not of_host and _frees_windows(measured)
+
+
+def _frees_windows(measured: CapacityStatus) -> bool:
+    """Whether some layers keep windows beside the KV cache of the others."""
+    return measured.compared_bytes != measured.bytes_per_token
 
 
 def _of_memory(old: str, new: str, measured: CapacityStatus, resources: Object) -> Effect:

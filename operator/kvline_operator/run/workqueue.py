@@ -87,7 +87,9 @@ class WorkQueue:
         self._finished = self._clock()
         since = self._active.pop(key, self._finished)
         if self._finished - since > SLOW:
-            self._slow[key.namespace] = self._finished + REMEMBERED
+            # Another one, as other threads read it.
+            kept = {name: until for name, until in self._slow.items() if until > self._finished}
+            self._slow = {**kept, key.namespace: self._finished + REMEMBERED}
         self._changed.set()
 
     async def get(self) -> Key:

@@ -70,7 +70,7 @@ class CapacityStatus:
     # Where there are several ranks:
     ranks: tuple[RankMemory, ...] | None = field(items=MAX_RANKS, omit_none=True, default=None)
     binding_rank: int | None = field(high=MAX_RANKS - 1, omit_none=True, default=None)
-    # Where windows free what they left behind:
+    # Where layers have sliding windows; as bytes_per_token where these free nothing:
     full_bytes_per_token: int | None = field(omit_none=True, default=None)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ AT_ONCE = 64  # tokens from which on arrays are faster
 _WORD = 0xFFFFFFFF
 _LAST, _BEFORE, _PAIR = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 # The share of predicted tokens that came is an average over about so many of the last ones.
-MEMORY = 16
+HORIZON_TOKENS = 16
 FIRST_RATE = 0.5
 MOST_RATE = 0.98
 
@@ -75,7 +75,7 @@ class Ngrams:
         token, expected = tokens[at], self._next
         if expected:
             hit = tokens[expected] == token
-            self.rate += (hit - self.rate) / MEMORY
+            self.rate += (hit - self.rate) / HORIZON_TOKENS
             self.rate = min(self.rate, MOST_RATE)
             self._next = expected + 1 if hit else 0
         if at < SHORT - 1:

@@ -14,9 +14,11 @@ from kvline_server.engine.ngrams import Ngrams
 from kvline_server.engine.request import Sequence
 from kvline_server.ipc.sampling_params import SamplingParams
 
-MEMORY = 64  # steps over which costs are averages, about
-# Where the rows of steps differ by less than this share of them, nobody knows what a row costs:
-# steps with one draft token a sequence find it out, one of some 140 where none pay.
+HORIZON_STEPS = 64  # over which costs are averages, about
+# Where the rows of steps differ by less than this share of them (their standard deviation), nobody
+# knows what a row costs, and a step with one draft token a sequence finds it out. That has twice
+# the rows of others, so it shows while its weight is above 1/24 squared: for some 140 steps, after
+# which (1 - 1/64) ** 140 / 64 is less. Where no drafts pay, one step in so many has some.
 KNOWN = 1 / 24
 
 
@@ -35,8 +37,8 @@ class Costs:
 
     def add(self, rows: int, tokens: float, seconds: float, host: float) -> None:
         """A step of so many rows, which gave so many tokens, after `host` seconds."""
-        kept = 1 - 1 / MEMORY
-        self.host += (host - self.host) / MEMORY
+        kept = 1 - 1 / HORIZON_STEPS
+        self.host += (host - self.host) / HORIZON_STEPS
         self._weight = kept * self._weight + 1
         self._rows = kept * self._rows + rows
         self._seconds = kept * self._seconds + seconds

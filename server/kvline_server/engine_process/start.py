@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from kvline_contract import times
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import COLLECTIVES
-from kvline_contract.report import Result, Stage
+from kvline_contract.progress import WAITS_FOR_HTTP
+from kvline_contract.report import START_STAGES, Current, Result, Stage
 from kvline_server.engine.engine import Engine
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.messages import Progress, RankLoaded, SendProgress
@@ -29,6 +31,7 @@ from kvline_server.parallel.link import Link
 from kvline_server.sizing import load, profile
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.running import open_to_sizing
 from kvline_server.sizing.settings import EngineSettings, resolve
 from kvline_server.worker.backend import Backend, open_backend
 from kvline_server.worker.graphs.steps import most_rows
@@ -86,10 +89,11 @@ def load_rank(
     http_processes: int = 1,
     ranks: SharedByRanks | None = None,
     rank: int = 0,
+    wait_for_neighbours: Callable[[], object] | None = None,
 ) -> LoadedRank:
     """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
-    whose memory counts. Ranks meet before they load: where one cannot, the parent ends all. Raises
-    ServerError."""
+    whose memory counts; where settings depend on what it leaves, it is waited for, by rank 0. Ranks
+    meet before they load: where one cannot, the parent ends all. Raises ServerError."""
 
     def warn(text: str) -> None:
         send(Progress(warning=text))
@@ -112,6 +116,11 @@ def load_rank(
         taken = max(0, device.used() - device.now() - before) if device.gpu else 0
         ms = round((time.monotonic() - began) * 1000)
         send(Progress(stage=Stage(COLLECTIVES, ms, taken)))
+    if wait_for_neighbours and not device.gpu and open_to_sizing(launch, model, settings):
+        what, name = "loads the model", WAITS_FOR_HTTP
+        send(Progress(current=Current(1, START_STAGES, what, times.now(), name=name)))
+        wait_for_neighbours()
+        send(Progress(current=Current(1, START_STAGES, what, times.now())))
     loaded, settings = load.load_model(launch, model, settings, backend, send, group, taken)
     return LoadedRank(backend, model, settings, loaded, free_before, group, taken)
 
@@ -133,7 +142,15 @@ def start(
     """Rank 0's; `links` are to the other `ranks`; a step may take `longest_step` seconds. Raises
     ServerError with the reason when no budget can be validated."""
     started = time.monotonic()
-    rank = load_rank(launch, send, memory, root, http_processes, ranks)
+    rank = load_rank(
+        launch,
+        send,
+        memory,
+        root,
+        http_processes,
+        ranks,
+        wait_for_neighbours=wait_for_neighbours,
+    )
     settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
     free: tuple[int, ...] = (rank.free_before,)
     steps: wire.Steps | None = None

@@ -62,6 +62,9 @@ class Heads:
 SHORT_CHUNKS = (2, 8, 32, 128)
 
 
+PAGE_NUMBER = 4  # bytes, in a table
+
+
 class Attention(ABC):
     # Steps that the stress set plays for attention alone.
     tiles_context: bool = False  # holds nothing for each row and token of its context
@@ -79,6 +82,12 @@ class Attention(ABC):
         """Prepares a step's attention in one of the layout's groups, whose queries see `window`
         tokens, themselves included, or with 0 all before them; the group's layers use the
         result."""
+
+    def table_page_bytes(self, rows: int, queries: int) -> int:
+        """Bytes of a page in a sequence's table while steps run, in layers with one window, whose
+        decodes have so many rows with so many queries of a key-value head each. Here each row has a
+        table of its own, in two steps."""
+        return 2 * PAGE_NUMBER * rows
 
     @abstractmethod
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

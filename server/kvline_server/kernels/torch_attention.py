@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvline_server.kernels.attention import SHORT_CHUNKS, Attention, Heads, SlotMapping
+from kvline_server.kernels.attention import (
+    PAGE_NUMBER,
+    SHORT_CHUNKS,
+    Attention,
+    Heads,
+    SlotMapping,
+)
 from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.kernels.projection import Norm
 from kvline_server.kernels.rows import Rows
@@ -60,6 +66,11 @@ class TorchAttention(Attention):
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[positions, 2, dim / 2]"""
         return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
+
+    def table_page_bytes(self, rows: int, queries: int) -> int:
+        """In the tables of the sequence, the step and its gather, with masks."""
+        masks = 1 if rows == 1 else rows * queries  # the queries of a single row share its mask
+        return 4 * PAGE_NUMBER + masks * PAGE_SIZE * self.dtype.itemsize
 
     def plan(self, layout: Layout, group: int, window: int) -> list[Gather]:
         held, counts = layout.groups[group], np.diff(layout.row_starts)

@@ -89,10 +89,8 @@ class CacheSizes:
         return self.running * _beside_rows(group) + pages_for(self.rows)
 
     @property
-    def full_bytes_per_token(self) -> int | None:
-        """Of a token that all groups have; None where the first group's are all."""
-        if not any(each.window for each in self.groups):
-            return None
+    def full_bytes_per_token(self) -> int:
+        """Of a token that all groups have."""
         return sum(each.shape.bytes_per_token for each in self.groups)
 
     def sequence_tokens(self, longest: int) -> int | None:

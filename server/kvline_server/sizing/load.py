@@ -34,7 +34,7 @@ from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
-from kvline_server.sizing.running import bounded
+from kvline_server.sizing.running import bounded, left, open_to_sizing
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
@@ -76,10 +76,8 @@ def load_model(
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
-            if launch.engine.max_running_requests is None and len(cache) > 1:
-                left = device.limit - expected - collectives - settings.reserved()
-                running = _least(bounded(settings, parts(cache), left), kernels)
-                settings = settings.changed(max_running_requests=running)
+            fixed = expected + collectives
+            settings = _sized(launch, model, settings, device, kernels, cache, fixed)
             copied = _LoadProgress(send, started)
             worker = _build(source, model, cache, settings, backend, kernels, copied)
             for warning in (_dequantised(source, backend), missing):
@@ -107,8 +105,29 @@ def load_model(
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(backend.cache_dtype),
         note=backend.note,
+        windowed=any(model.windows),
     )
     return loaded, settings
+
+
+def _sized(
+    launch: LaunchConfig,
+    model: ModelConfig,
+    settings: EngineSettings,
+    device: Device,
+    kernels: Kernels,
+    cache: tuple[CacheGroup, ...],
+    fixed: int,
+) -> EngineSettings:
+    """With what depends on the kernels, and on what so many bytes that are loaded leave."""
+    rows, queries = 1 + settings.draft_tokens, model.heads // model.kv_heads
+    page = kernels.attention.table_page_bytes(rows, queries)
+    settings = settings.with_tables(page, len(set(model.windows)))
+    if not open_to_sizing(launch, model, settings):
+        return settings
+    remains = left(device, settings, fixed, model.vocabulary)
+    running = _least(bounded(settings, parts(cache), remains), kernels)
+    return settings.changed(max_running_requests=running)
 
 
 def _least(running: int, kernels: Kernels) -> int:

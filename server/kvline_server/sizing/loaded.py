@@ -25,6 +25,7 @@ class Loaded:
     fingerprint: str
     cache_dtype: str
     note: str = ""  # Backend's
+    windowed: bool = False  # some of the model's layers have a window
 
     @property
     def bytes_per_token(self) -> int:

@@ -352,7 +352,7 @@ class ProfileLoop:
         return Result(
             kv_tokens=tokens,
             bytes_per_token=self.loaded.bytes_per_token,
-            full_bytes_per_token=sizes.full_bytes_per_token,
+            full_bytes_per_token=sizes.full_bytes_per_token if self.loaded.windowed else None,
             sequence_tokens=sizes.sequence_tokens(self._model_len(tokens)),
             source=source,
             fingerprint=self.loaded.fingerprint,

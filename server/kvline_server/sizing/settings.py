@@ -41,11 +41,6 @@ DEFAULTS = {
 }
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
-# Of a page in a page table while a step runs: of the sequence, the step and the kernels on the CPU,
-# of two steps on a GPU, for each row.
-TABLE_BYTES, GPU_TABLE_BYTES = 16, 8
-# On the CPU, of the mask of a page's tokens. Layers with one window share tables and masks.
-MASK_BYTES = 64
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
 
@@ -87,6 +82,13 @@ class EngineSettings:
             client_bytes=made.clients() if self.client_bytes else 0,
             table_bytes_per_token=self.table_bytes_per_token * (made.max_running_requests > 1),
         )
+
+    def with_tables(self, page: int, windows: int) -> EngineSettings:
+        """With room for page tables of sequences that share pages, each page of which takes so many
+        bytes in layers with one window, of which there are so many."""
+        shared = self.max_running_requests > 1  # one sequence shares its pages with none
+        taken = SHARED_TABLES * page * max(1, windows) // PAGE_SIZE
+        return replace(self, table_bytes_per_token=taken * shared)
 
     def clients(self) -> int:
         """`client_bytes` on a CPU, with the tables that find draft tokens."""
@@ -155,8 +157,13 @@ class EngineSettings:
 def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -> int:
     """Rows of one LM-head chunk, a multiple of `block`; fixed for the life of the process."""
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
-    rows = max(64, min(budget // (LIVE_MATRICES * vocabulary * 4), 2048))
+    rows = max(64, min(budget // score_bytes(1, vocabulary), 2048))
     return max(1, rows // block) * block
+
+
+def score_bytes(rows: int, vocabulary: int) -> int:
+    """That are taken at most while so many rows are scored at once."""
+    return LIVE_MATRICES * rows * vocabulary * 4
 
 
 def resolve(
@@ -195,26 +202,9 @@ def resolve(
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
         client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if cpu else 0,
         grammar_bytes=SMALL.reserved // ranks if cpu else 0,
-        table_bytes_per_token=_shared_tables(
-            launch.device, running, model.windows, 1 + drafts, model.heads // model.kv_heads
-        ),
         kv_cache_dtype=requested.kv_cache_dtype or KVCacheDtype.AUTO,
         http_processes=http_processes,
         ranks=ranks,
         draft_tokens=drafts,
     )
     return replace(settings, client_bytes=settings.clients()) if cpu else settings
-
-
-def _shared_tables(
-    device: Device, running: int, windows: tuple[int, ...], rows: int = 1, queries: int = 1
-) -> int:
-    """Bytes for each token of the KV cache, where decodes have so many `rows` and each of these so
-    many `queries` of a key-value head; one sequence shares its pages with none."""
-    if device is Device.CPU:
-        # The queries of a single row share its mask.
-        page = TABLE_BYTES + (1 if rows == 1 else rows * queries) * MASK_BYTES
-    else:
-        page = GPU_TABLE_BYTES * rows
-    page *= max(1, len(set(windows)))
-    return SHARED_TABLES * page // PAGE_SIZE if running > 1 else 0
