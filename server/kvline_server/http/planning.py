@@ -13,6 +13,7 @@ from starlette.requests import Request
 from kvline_server.http.admission import Room
 from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.chat import Chat
+from kvline_server.http.generate import RequestLimits
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
@@ -56,16 +57,16 @@ async def plan(
             await asyncio.to_thread(work.render)
             async with turn:
                 jobs = await asyncio.to_thread(work.plan)
-    room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
+    room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs, service.limits)))
     return work, jobs, room
 
 
-def _wanted(jobs: Jobs) -> tuple[int, int]:
-    """Prompt tokens, and bytes of the prompts' scores. Those of output tokens are counted as they
-    come: most answers end long before max_tokens."""
+def _wanted(jobs: Jobs, limits: RequestLimits) -> tuple[int, int]:
+    """KV tokens of the prompts, and bytes of the prompts' scores. Those of output tokens are
+    counted as they come: most answers end long before max_tokens."""
     nbytes = sum(
         held(len(prompt), params.prompt_logprobs)
         for prompt, params in jobs
         if params.prompt_logprobs is not None
     )
-    return sum(len(prompt) for prompt, _ in jobs), nbytes
+    return sum(limits.kv_tokens(prompt) for prompt, _ in jobs), nbytes

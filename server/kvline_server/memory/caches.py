@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from kvline_server.memory.groups import first_page, pages_at_most
+from kvline_server.memory.groups import first_page, pages_at_most, sequence_tokens
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 
 
@@ -56,6 +56,10 @@ class Caches:
     @property
     def cached(self) -> int:
         return self.pools[0].cached
+
+    def sequence_tokens(self, tokens: int) -> int:
+        """Of the KV cache that a sequence of so many takes."""
+        return sequence_tokens(self.windows[0], tokens)
 
     def match(self, hashes: list[bytes]) -> PageTable:
         """Pages of the longest prefix of `hashes` which every group has as much of as the next
