@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import SHARED_TABLES, Scheduler, Work
 from kvline_server.engine.speculation import accepted
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.arena import HostArena, KVShape
@@ -183,6 +183,22 @@ def test_a_prefix_is_found_as_far_as_every_group_has_the_last_window_before_it(
     assert [group.first for group in table.groups] == [0, reached - 3]
     caches.release(table)
     assert caches.match(chain[: reached - 1]).pages == 0, "its last window is not whole"
+
+
+def test_a_prompt_with_a_hit_waits_for_no_pages_that_windows_gave_up() -> None:
+    """Five sequences hold 2 pages each of a window of 16; all pages that they ever had are more
+    than page tables may have."""
+    caches, scheduler, model = playing((16,), 8, 16, 256)
+    for id in range(5):
+        scheduler.add(asked(id, 320, 300, id))
+    while any(each.uncomputed > 1 for each in scheduler.running) or scheduler.waiting:
+        step(scheduler, model, [])
+    twin = next(each for each in scheduler.running if each.id == 3)
+    one = Sequence(99, list(twin.tokens), len(twin.tokens), SamplingParams(max_tokens=300))
+    scheduler.add(one)
+    step(scheduler, model, [])
+    assert one in scheduler.running and one.cached >= 320
+    assert sum(each.table.pages for each in scheduler.running) > SHARED_TABLES * caches.total
 
 
 def test_what_was_not_finite_leaves_every_group() -> None:

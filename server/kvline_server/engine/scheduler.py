@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
-from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.memory.pages import PAGE_SIZE
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
 # H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
@@ -271,8 +271,9 @@ class Scheduler:
         """Whether page tables would have more pages beside it than is reserved for."""
         if not (matched.pages and self.running):
             return False
-        others = sum(each.table.pages for each in self.running)
-        return others + pages_for(len(sequence.tokens)) > SHARED_TABLES * self.caches.total
+        others = sum(each.table.held for each in self.running)
+        own = self.caches.most_held(len(sequence.tokens))
+        return others + own > SHARED_TABLES * self.caches.total
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its output tokens and prompt logprobs are kept."""

@@ -35,6 +35,11 @@ class PageTable:
         """That have pages, in whole pages."""
         return self.pages * PAGE_SIZE
 
+    @property
+    def held(self) -> int:
+        """Pages that it holds in the first group, which has the most."""
+        return len(self.groups[0].pages)
+
 
 class Caches:
     def __init__(self, windows: tuple[int, ...], pages: tuple[int, ...], rows: int) -> None:
@@ -60,6 +65,11 @@ class Caches:
     def sequence_tokens(self, tokens: int) -> int:
         """Of the KV cache that a sequence of so many takes."""
         return sequence_tokens(self.windows[0], tokens)
+
+    def most_held(self, tokens: int) -> int:
+        """PageTable.held of a sequence of so many tokens, at most."""
+        pages, most = pages_for(tokens), self._most[0]
+        return min(pages, most) if most else pages
 
     def match(self, hashes: list[bytes]) -> PageTable:
         """Pages of the longest prefix of `hashes` which every group has as much of as the next
