@@ -82,20 +82,24 @@ class Caches:
         return PageTable(tuple(groups), count)
 
     def _reach(self, hashes: list[bytes]) -> int:
-        """Pages of that prefix."""
+        """Pages of that prefix. The head of the queue asks in each step: each group looks each page
+        up once, from the end, as a page that it lacks ends all prefixes that are longer."""
+        count = len(hashes) if self.windows[0] else self.pools[0].prefix(hashes)
         if not self.windowed:
-            missing = (at for at, digest in enumerate(hashes) if not self.pools[0].has(digest))
-            return next(missing, len(hashes))
-        found, runs = 0, [0] * len(self.pools)
-        for count, digest in enumerate(hashes, 1):
-            for group, pool in enumerate(self.pools):
-                runs[group] = runs[group] + 1 if pool.has(digest) else 0
-            seen = (count - first_page(window, count) for window in self.windows)
-            if all(run >= pages for run, pages in zip(runs, seen, strict=True)):
-                found = count
-            elif not self.windows[0] and runs[0] < count:
-                break
-        return found
+            return count
+        found = [count] * len(self.pools)  # each group has the pages from here to `count`
+        while True:
+            before = count
+            for group, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+                first = first_page(window, count)
+                if window and first < found[group]:
+                    end = pool.end(hashes, first, min(count, found[group]))
+                    if end is None:
+                        found[group] = first
+                    else:
+                        found[group] = count = end
+            if count == before:
+                return count
 
     def fits(self, table: PageTable, tokens: int, beside: int) -> bool:
         """Whether a sequence of so many tokens can run on with these pages, step by step, and
