@@ -212,7 +212,7 @@ class Engine:
         """What drafts gave, and what the step took, of a step that was read."""
         batch, now = launched.batch, time.monotonic()
         for sequence in batch.sampled:
-            if not sequence.ended:
+            if sequence in self.scheduler.running:  # one that waits has no tables
                 speculation.read(sequence)
         layout = batch.step.layout
         if layout.decodes == layout.sequences:
