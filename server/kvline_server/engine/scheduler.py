@@ -71,6 +71,7 @@ class Scheduler:
         self._request_indices = list(range(max_running))
         self._step = 0
         self._penalised_left = 0  # pages, in this step
+        self._starting = False  # whether running sequences have had no rows yet
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -124,6 +125,8 @@ class Scheduler:
             budget -= taken
         if self.waiting:
             _trim_to_wave(work)
+        if self._starting:
+            self._end_wait(work)
         return work
 
     def advance(self, work: list[Work]) -> None:
@@ -263,9 +266,18 @@ class Scheduler:
         sequence.computed = matched.pages * PAGE_SIZE
         sequence.published = matched.pages
         if sequence.waited is None:
-            sequence.waited = time.monotonic() - sequence.submitted
             sequence.cached = sequence.computed
+            self._starting = True
         return self._chunk(sequence, budget, work)
+
+    def _end_wait(self, work: list[Work]) -> None:
+        """Of sequences with their first rows: a step may have cut off all rows of one that it
+        admitted."""
+        now = time.monotonic()
+        for sequence, *_ in work:
+            if sequence.waited is None:
+                sequence.waited = now - sequence.submitted
+        self._starting = any(each.waited is None for each in self.running)
 
     def _shares_too_much(self, sequence: Sequence, matched: PageTable) -> bool:
         """Whether page tables would have more pages beside it than is reserved for."""
