@@ -184,7 +184,9 @@ class Engine:
         computed = len(sequence.tokens) - 1
         self.scheduler.confirm(sequence, computed)
         self.scheduler.truncate(sequence, computed)
-        self._count(len(drafts), len(new) - 1)
+        if self.speculation is not None:
+            self.speculation.drafted += len(drafts)
+            self.speculation.accepted += len(new) - 1
         if finish is not None:
             self.abort(sequence.id)
         return Output(sequence, new, scores and scores.rows(0, len(new)), finish)
@@ -202,11 +204,6 @@ class Engine:
         self.scheduler.fail(sequence)
         self.abort(sequence.id)
         return Output(sequence, [], None, "error")
-
-    def _count(self, drafted: int, accepted: int) -> None:
-        if self.speculation is not None:
-            self.speculation.drafted += drafted
-            self.speculation.accepted += accepted
 
     def _note(self, speculation: Speculation, launched: _Launched, tokens: int) -> None:
         """What drafts gave, and what the step took, of a step that was read."""

@@ -201,7 +201,7 @@ class Scheduler:
         """Draft tokens of a sequence, `spare` at most. They take a page only while each running
         sequence could take one beside it, or a decode of this step would preempt for it."""
         if self.speculation is None or sequence.pending:
-            return ()
+            return NO_DRAFTS
         drafts, table = self.speculation.draft(sequence, spare), sequence.table
         tokens, room = sequence.computed + 1 + len(drafts), table.tokens - sequence.computed - 1
         if len(drafts) <= room or self.caches.fits(table, tokens, len(self.running)):
@@ -237,7 +237,7 @@ class Scheduler:
         return self._continue(sequence, min(sequence.uncomputed, budget), work) if budget else 0
 
     def _continue(
-        self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = ()
+        self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = NO_DRAFTS
     ) -> int:
         busy: set[int] = set()
         while not self.caches.grow(sequence.table, sequence.computed + count):
