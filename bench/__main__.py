@@ -60,6 +60,7 @@ def main(names: list[str]) -> int:
         "demo": "demo_run",
         "http": "http_memory",
         "http-cpu": "http_cpu",
+        "http-tools": "http_tools",
         "lm-eval": "lm_eval_scores",
     }
     unknown = [n for n in names if n not in known]

@@ -17,6 +17,7 @@ RUNTIME = "runtime"  # of the engine's process: Python, torch, tables and buffer
 PROCESSES = "other-processes"  # on a CPU the container's others, on a GPU all that ran before
 CODE = "code"  # file pages of programs that run
 CLIENTS = "clients"  # what requests may make HTTP processes hold
+GRAMMARS = "grammars"  # what those that answers follow may take
 SLACK = "slack"  # for what the same steps may take more when they are repeated
 LOADED = (WEIGHTS, SCALES, EXPERTS)  # of a model's tensors
 FIGURES = (WEIGHTS, ACTIVATIONS, GRAPHS, KV_CACHE, HEADROOM, OTHERS)  # of MemoryV1, in its order

@@ -13,6 +13,7 @@ from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Costs, Speculation, decode_rows
+from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.projection import Projection
 from kvline_server.kernels.torch import TorchKernels
@@ -84,6 +85,7 @@ def engine(
     fp8_cache: bool = False,
     kernels: TorchKernels | None = None,
     draft_tokens: int = 0,
+    matchers: Matchers | None = None,
 ) -> Engine:
     made = decoder(folder, model_len, kernels)
     scales: tuple[Scales, ...] = ()
@@ -94,7 +96,9 @@ def engine(
     runner = Worker(made, arena, rows, running, decode_rows(running, step, draft_tokens))
     executor = Local(runner, cpu_device(None, os.getpid()))
     eos = made.config.eos_token_ids
-    found = Engine(executor, running, step, model_len, eos, draft_tokens=draft_tokens)
+    found = Engine(
+        executor, running, step, model_len, eos, draft_tokens=draft_tokens, matchers=matchers
+    )
     if found.speculation is not None:
         found.speculation.costs = Free()
     return found

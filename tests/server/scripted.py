@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from waiting import answer_of, limit
 
+from kvline_contract.launch import ToolCallParser
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import create_app
 from kvline_server.http.body import Bodies
@@ -22,7 +23,7 @@ from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.ipc import messages
-from kvline_server.ipc.messages import Delta, Deltas, PackedScores, Submit
+from kvline_server.ipc.messages import Abort, Delta, Deltas, PackedScores, Submit
 from kvline_server.options.clients import ClientLimits
 
 CONTEXT = 40_960
@@ -30,15 +31,22 @@ VOCABULARY = 307
 
 
 class Scripted:
-    def __init__(self, folder: Path, max_held: int = 1 << 24, **more: Any) -> None:
-        """`more`: of the service."""
+    def __init__(
+        self,
+        folder: Path,
+        max_held: int = 1 << 24,
+        vocabulary: int = VOCABULARY,
+        parser: ToolCallParser | None = None,
+        **more: Any,
+    ) -> None:
+        """`parser`: of tool calls; `more`: of the service."""
         self.client = EngineClient(1000)
         self.admission = Admission(max_held=max_held)
         self.admission.open(16, 65_536)
         self.tokens = Tokens(folder)
-        chat = open_chat(folder, self.tokens)
-        generator = Generator(self.client, self.tokens, Traces(None), chat)
-        limits = RequestLimits("tiny", VOCABULARY, CONTEXT, 20, 1 << 20)
+        self.chat = open_chat(folder, self.tokens, parser=parser)
+        generator = Generator(self.client, self.tokens, Traces(None), self.chat)
+        limits = RequestLimits("tiny", vocabulary, CONTEXT, 20, 1 << 20)
         bodies = Bodies(ClientLimits(), self.admission.totals)
         self.service = Service(generator, self.admission, bodies, limits, 0, **more)
         self.app = create_app(self.service)
@@ -47,6 +55,7 @@ class Scripted:
             transport=transport, base_url="http://tiny", timeout=limit(60)
         )
         self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
+        self.aborted: asyncio.Queue[int] = asyncio.Queue()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Scripted]:
@@ -65,6 +74,8 @@ class Scripted:
             message = await messages.read(reader)
             if isinstance(message, Submit):
                 self.submitted.put_nowait(message)
+            elif isinstance(message, Abort):
+                self.aborted.put_nowait(message.id)
 
     async def asked(self) -> Submit:
         """The next sequence that the engine gets."""

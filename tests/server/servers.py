@@ -204,6 +204,14 @@ class Server:
                     out[f"http{arguments.index or ''}"] = int(entry.name)
         return out
 
+    def grammars(self) -> list[int]:
+        """Pid of the process of grammars, where it runs."""
+        pid = self.process.pid
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        lines = {int(each): Path(f"/proc/{each}/cmdline") for each in found}
+        mark = "\0kvline_server.grammars"
+        return [pid for pid, line in lines.items() if line.exists() and mark in line.read_text()]
+
     def ends(self) -> dict[str, float]:
         """Requests by how they ended."""
         lines = self.probe("/metrics")[1].splitlines()

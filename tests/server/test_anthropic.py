@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from scripted import Scripted
 
@@ -21,11 +23,12 @@ from kvline_server.formats.events import (
     Reasoning,
     Text,
 )
-from kvline_server.http import anthropic
 from kvline_server.http.anthropic import Messages
 from kvline_server.http.anthropic_request import BILLING, to_chat
 from kvline_server.http.errors import BadRequest, EngineFailed, NotFound, TooMany, Unavailable
-from kvline_server.http.generate import Piece, RequestLimits
+from kvline_server.http.generate import RequestLimits
+from kvline_server.http.later import encode
+from kvline_server.http.pieces import Piece
 from kvline_server.http.protocol.anthropic import MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.strict import parse
@@ -40,7 +43,7 @@ CACHED: Fields = {"cache_control": {"type": "ephemeral"}}
 
 def asked(**fields: Any) -> ChatRequest:
     body = {"model": "tiny", "max_tokens": 5, "messages": [USER], **fields}
-    return to_chat(parse(MessagesRequest, body))
+    return to_chat(parse(MessagesRequest, body))[0]
 
 
 def messages(**fields: Any) -> list[Fields]:
@@ -160,6 +163,17 @@ WRONG: list[tuple[Fields, str, str]] = [
     ({"tools": [{"type": "web_search_x", "a": DEEP}]}, "tools[0]", "invalid_value"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "missing_required_parameter"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "invalid_value"),
+    # What only the chat finds has this API's names, and its places.
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL, TOOL]},
+        "tools[2].name",
+        "invalid_value",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+        "tool_choice.name",
+        "invalid_value",
+    ),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
     (
         {"thinking": {"type": "disabled", "budget_tokens": 5}},
@@ -177,33 +191,38 @@ def test_what_is_wrong_is_named(fields: Fields, param: str, code: str) -> None:
     assert refused.value.message.startswith(f"{param}: ")
 
 
-def played(
-    events: list[Event], finish: str, monkeypatch: pytest.MonkeyPatch, stop: str | None = None
-) -> tuple[list[Sent], Fields]:
+def played(events: list[Event], finish: str, stop: str | None = None) -> tuple[list[Sent], Fields]:
     """The events of a stream, and the whole answer."""
-    monkeypatch.setattr(anthropic, "events_of", lambda piece: [events[int(piece.text)]])
     made = Messages()
     body = {"model": "tiny", "max_tokens": 5, "messages": [USER]}
     limits = RequestLimits("tiny", 307, 256, 20, 256)
-    work: Any = SimpleNamespace(id="msg_x", request=made.read(body), limits=limits)
+    ids = itertools.count()
+    work: Any = SimpleNamespace(
+        id="msg_x",
+        request=made.read(body),
+        limits=limits,
+        call_id=lambda prefix: f"{prefix}{next(ids)}",
+    )
     sent = list(made.begin(work))
-    for index in range(len(events)):
-        piece = Piece(str(index))
+    for index, event in enumerate(events):
+        piece = Piece()
+        piece.write(event)
         if index == len(events) - 1:
             piece.finish, piece.stop = finish, stop
         sent += made.write(piece, Used(9, 4, 1))
     sent += made.end(Used(9, 4, 7))
     assert all(name == data["type"] for name, data in sent)
-    return sent, made.answer()
+    sent = [(name, json.loads(msgspec.json.encode(data))) for name, data in sent]
+    return sent, json.loads(b"".join(encode(made.answer())))
 
 
-def test_events_come_in_anthropic_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_come_in_anthropic_s_order() -> None:
     events: list[Event] = [
         *(Reasoning("h"), Reasoning("m"), Text("Wai"), Text("t.")),
         *(CallStart(0, "f"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}"), CallEnd(0, True)),
         *(CallStart(1, "g"), CallEnd(1, True)),
     ]
-    sent, whole = played(events, "stop", monkeypatch)
+    sent, whole = played(events, "tool_calls")
     started = ("message_start", None)
     assert [(name, data.get("index")) for name, data in sent] == [
         started,
@@ -256,13 +275,12 @@ CUT: list[Event] = [CallStart(0, "f"), CallArguments(0, '{"a')]
     ],
 )
 def test_the_reason_of_an_end_is_named(
-    monkeypatch: pytest.MonkeyPatch,
     events: list[Event],
     finish: str,
     stop: str | None,
     reason: str,
 ) -> None:
-    _, whole = played(events, finish, monkeypatch, stop)
+    _, whole = played(events, finish, stop)
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
     assert whole["content"][0].get("input", {}) == {}, "nothing of a cut object is invented"
 

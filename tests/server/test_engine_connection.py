@@ -19,7 +19,7 @@ from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine_process.loop import SCORES_BYTES, EngineProcess
 from kvline_server.engine_process.outbox import PATIENCE, Outbox
 from kvline_server.http.engine_client import EngineClient
-from kvline_server.http.errors import ApiError, EngineFailed, NotRead
+from kvline_server.http.errors import ApiError, EngineFailed, GrammarFailed, NotRead
 from kvline_server.ipc.messages import Channel, Delta, Deltas, Message, Submit, encode
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.options.arguments import EngineArguments
@@ -237,6 +237,26 @@ def test_a_burst_for_a_waiting_request_is_no_overflow() -> None:
             await asyncio.sleep(0)
             engine.write(encode(Deltas([Delta(1, [7])] * 5000 + [Delta(1, [7], "length")])))
             assert len(await answer_of(task)) == 5001
+
+    asyncio.run(story())
+
+
+def test_a_grammar_that_could_not_be_followed_is_a_503_that_says_why() -> None:
+    """And one whose numbers are not finite another error."""
+
+    async def story() -> None:
+        async with connected() as (client, engine):
+            failing, broken = (asyncio.create_task(ask(client)) for _ in range(2))
+            await asyncio.sleep(0)
+            why = "its next mask takes too long"
+            deltas = [Delta(1, [7]), Delta(1, [], "error", reason=why), Delta(2, [], "error")]
+            engine.write(encode(Deltas(deltas)))
+            with pytest.raises(GrammarFailed, match=why) as failed:
+                await answer_of(failing)
+            assert (failed.value.status, failed.value.code) == (503, "grammar_failed")
+            with pytest.raises(EngineFailed) as other:
+                await answer_of(broken)
+            assert other.value.code == "not_finite"
 
     asyncio.run(story())
 

@@ -21,6 +21,7 @@ from kvline_server.ipc.messages import Progress
 from kvline_server.kernels.group import ALONE, Alone, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.device import MIB, CpuDevice
+from kvline_server.options.grammars import SMALL
 from kvline_server.sizing import load
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.profile import ProfileLoop
@@ -93,6 +94,20 @@ def test_what_a_spec_asks_of_the_container_is_part_of_it(fingerprint: Callable[.
     tuned = fingerprint(environment={"NCCL_MIN_CTAS": "4"})
     assert len({plain, limited, tuned, fingerprint(environment={"NCCL_MIN_CTAS": "8"})}) == 4
     assert fingerprint(environment=None, cpu_limit=None) == plain
+
+
+def test_what_grammars_may_take_is_part_of_it_on_a_cpu(tiny_model: Path, device: CpuDevice) -> None:
+    """Ranks share it."""
+    launch = launch_config(tiny_model, EngineOptions(256, 2, 64))
+    provenance = Provenance(device.name, device.driver, "image", "", LIBRARIES)
+    made = resolve(launch, load.read_model(launch), device.limit)
+    assert made.grammar_bytes == SMALL.reserved == 128 * MIB
+    kernels, settings = TorchKernels(), (made, replace(made, grammar_bytes=0))
+    first, second = (load._fingerprint(launch, s, provenance, device, kernels) for s in settings)
+    assert first != second
+    assert made.reserved() - settings[1].reserved() == SMALL.reserved
+    shared = resolve(replace(launch, tensor_parallel=2), load.read_model(launch), device.limit)
+    assert shared.grammar_bytes == SMALL.reserved // 2
 
 
 def test_the_exchange_of_ranks_is_part_of_it(fingerprint: Callable[..., str]) -> None:

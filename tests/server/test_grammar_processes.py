@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,7 +97,7 @@ def run(grammars: Grammars, work: Callable[[Compiler], Awaitable[T]]) -> T:
 
 
 async def key_of(compiler: Compiler, grammar: Grammar) -> bytes:
-    async with compiler.compiled(grammar) as key:
+    with await compiler.compiled(grammar) as key:
         return key
 
 
@@ -113,9 +113,9 @@ def test_answers_of_two_connections_follow_their_grammars(shared: Grammars, tmp_
     (end,) = texts.tokenizer.eos_tokens
 
     async def answers(compiler: Compiler) -> dict[int, bytes]:
-        async with AsyncExitStack() as kept:
+        with ExitStack() as kept:
             keys = [
-                await kept.enter_async_context(compiler.compiled(grammar))
+                kept.enter_context(await compiler.compiled(grammar))
                 for grammar in (
                     JSON,
                     Grammar("choice", '["yes","no"]'),
@@ -177,7 +177,7 @@ def test_an_engine_of_random_weights_answers_as_its_grammars_say(
     (quote, brace) = (Tokens(tiny_model).encode(text)[0] for text in '"}')
 
     async def work(compiler: Compiler) -> dict[int, str]:
-        async with compiler.compiled(JSON) as key:
+        with await compiler.compiled(JSON) as key:
             for id in range(6):
                 bias = {quote: 8.0, brace: 8.0}
                 made.submit(id, [5, 6, 7], SamplingParams(80, seed=id, logit_bias=bias))
@@ -234,7 +234,7 @@ def test_a_grammar_that_takes_too_long_leaves_nothing(start: Callable[..., Gramm
     before = memory(filling)
 
     async def work(compiler: Compiler) -> int:
-        async with compiler.compiled(JSON):
+        with await compiler.compiled(JSON):
             made.begin(1, key)
             trying = asyncio.create_task(key_of(compiler, HUGE))
             began, steps = time.monotonic(), 0
@@ -308,7 +308,7 @@ def test_a_killed_process_ends_its_sequences_and_is_replaced(
     grammars.replaced(old)
 
     async def again(compiler: Compiler) -> None:
-        async with compiler.compiled(JSON) as again:
+        with await compiler.compiled(JSON) as again:
             assert made.attach(limit(10))
             made.begin(3, again)
             masks = step(made, {2: [], 3: []})
@@ -326,7 +326,7 @@ def test_a_process_killed_while_it_fills_ends_its_sequences(start: Callable[...,
         made = grammars.matchers()
 
         async def work(compiler: Compiler, made: Matchers = made) -> None:
-            async with compiler.compiled(JSON) as key:
+            with await compiler.compiled(JSON) as key:
                 for id in range(32):
                     made.begin(id, key)
                 old = grammars.filling()
@@ -349,7 +349,7 @@ def test_a_late_process_ends_its_sequences_and_serves_those_after_them(
     made = grammars.matchers(seconds=0.3)
 
     async def work(compiler: Compiler) -> None:
-        async with compiler.compiled(JSON) as key:
+        with await compiler.compiled(JSON) as key:
             made.begin(1, key)
             assert not step(made, {1: []}).failed
             os.kill(pid := grammars.filling(), signal.SIGSTOP)
@@ -392,10 +392,9 @@ def test_what_is_kept_is_bounded(start: Callable[..., Grammars]) -> None:
     async def work(compiler: Compiler) -> None:
         for at in range(20):
             await key_of(compiler, enum(at))
-        async with AsyncExitStack() as kept:
-            with pytest.raises(NotNow, match=FULL):
-                for at in range(20, 40):
-                    await kept.enter_async_context(compiler.compiled(enum(at)))
+        with ExitStack() as kept, pytest.raises(NotNow, match=FULL):
+            for at in range(20, 40):
+                kept.enter_context(await compiler.compiled(enum(at)))
         await key_of(compiler, enum(41))
 
     run(grammars, work)
@@ -434,9 +433,9 @@ def test_sequences_whose_lexers_grow_end_for_those_that_began_before_them(
     assert len(letters) == 200
 
     async def work(compiler: Compiler) -> list[int]:
-        async with AsyncExitStack() as kept:
+        with ExitStack() as kept:
             for id, grammar in enumerate(texts):
-                made.begin(id, await kept.enter_async_context(compiler.compiled(grammar)))
+                made.begin(id, kept.enter_context(await compiler.compiled(grammar)))
             new, ended = {id: [quote] for id in range(9)}, list[int]()
             for _ in range(8):
                 for id in [id for id in range(9) if id not in ended]:
@@ -457,7 +456,7 @@ def test_a_new_engine_has_none_of_the_sequences_before_it(shared: Grammars) -> N
     first, second = shared.matchers(), shared.matchers()
 
     async def work(compiler: Compiler) -> None:
-        async with compiler.compiled(JSON) as key:
+        with await compiler.compiled(JSON) as key:
             second.begin(1, key)
             first.close()
             assert not step(second, {1: []}).failed
@@ -504,7 +503,7 @@ def test_many_sequences_of_one_grammar_have_several_lexers(start: Callable[..., 
     made = grammars.matchers()
 
     async def work(compiler: Compiler) -> None:
-        async with compiler.compiled(JSON) as key:
+        with await compiler.compiled(JSON) as key:
             for id in range(80):
                 made.begin(id, key)
             for _ in range(20):

@@ -58,7 +58,8 @@ def test_the_stress_set_plays_every_option_at_once() -> None:
     """In decodes, in prefills and in steps of both: an option that is added must be played."""
     neutral, asked = SamplingParams(max_tokens=1), worst_params(50_000, 20)
     not_played = {"temperature", "seed", "cache_salt"}  # cost nothing, or save
-    for name in set(SamplingParams.__struct_fields__) - not_played:
+    masks = {"grammar", "grammar_after", "thinking"}  # in a step they are masks: of each row, below
+    for name in set(SamplingParams.__struct_fields__) - not_played - masks:
         assert getattr(asked, name) != getattr(neutral, name), name
     assert len(asked.logit_bias) == MAX_BIASES and max(asked.logit_bias) < 50_000
     assert (asked.logprobs, asked.prompt_logprobs) == (20, 20)
@@ -70,6 +71,8 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) ->
     for name, step in every:
         rows = len(step.sampled_requests)
         assert step.listed.tolist() == list(range(rows)) and step.listed_top == 20 * (rows > 0)
+        assert step.masks.rows.tolist() == list(range(rows)), "each row has a mask"
+        assert len(step.masks.words) == rows * 10, "of 307 tokens"
         if rows and name != "unfiltered":  # every option at once
             assert (
                 step.sampling_metadata.top_k == 307

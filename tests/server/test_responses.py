@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +27,10 @@ from kvline_server.formats.events import (
     Reasoning,
     Text,
 )
-from kvline_server.http import responses
 from kvline_server.http.errors import BadRequest, TooMany
-from kvline_server.http.generate import Piece, RequestLimits
+from kvline_server.http.generate import RequestLimits
 from kvline_server.http.later import encode
+from kvline_server.http.pieces import Piece
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
 from kvline_server.http.protocol.strict import parse
@@ -132,7 +133,7 @@ def test_tools_of_a_namespace_come_back_with_it() -> None:
     crm = {"type": "namespace", "name": "crm", "description": "d", "tools": [TOOL]}
     fields = {"tools": [TOOL, crm, {**crm, "name": "mcp__x__"}, {"type": "web_search", "a": 1}]}
     request = parse(ResponsesRequest, {"model": "tiny", "input": "hi", **fields})
-    made, names = to_chat(request)
+    made, names, _ = to_chat(request)
     assert [t.function.name for t in made.tools or ()] == ["f", "crm.f", "mcp__x__f"]
     assert names == {"crm.f": ("crm", "f"), "mcp__x__f": ("mcp__x__", "f")}
 
@@ -205,20 +206,23 @@ ANSWER: list[Event] = [
 ]
 
 
-def played(
-    events: list[Event], finish: str, monkeypatch: pytest.MonkeyPatch, **fields: Any
-) -> tuple[list[Any], Response]:
+def work_of(request: ChatRequest) -> Any:
+    limits, ids = RequestLimits("tiny", 307, 256, 20, 256), itertools.count()
+    return SimpleNamespace(
+        id="resp_x", request=request, created=1, limits=limits, call_id=lambda: f"call_{next(ids)}"
+    )
+
+
+def played(events: list[Event], finish: str, **fields: Any) -> tuple[list[Any], Response]:
     """The events of a stream as OpenAI's client reads them, and the whole answer."""
-    monkeypatch.setattr(responses, "events_of", lambda piece: [events[int(piece.text)]])
     crm = {"type": "namespace", "name": "crm", "description": "d", "tools": [TOOL]}
     made = Responses()
     chat = made.read({"model": "tiny", "input": "hi", "tools": [TOOL, crm], **fields})
-    limits = RequestLimits("tiny", 307, 256, 20, 256)
-    work: Any = SimpleNamespace(id="resp_x", request=chat, created=1, limits=limits)
-    sent = list(made.begin(work))
-    for index in range(len(events)):
-        last = index == len(events) - 1
-        sent += made.write(Piece(str(index), finish=finish if last else None), Used(5, 4, 2))
+    sent = list(made.begin(work_of(chat)))
+    for index, event in enumerate(events):
+        piece = Piece(finish=finish if index == len(events) - 1 else None)
+        piece.write(event)
+        sent += made.write(piece, Used(5, 4, 2))
     sent += made.end(Used(5, 4, 9, 2))
     assert [name for name, _ in sent] == [data["type"] for _, data in sent]
     assert [data["sequence_number"] for _, data in sent] == list(range(len(sent)))
@@ -232,8 +236,8 @@ CALLED = ["response.output_item.added", "response.function_call_arguments.delta"
 ENDED = ["response.function_call_arguments.done", "response.output_item.done"]
 
 
-def test_events_come_in_openai_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, whole = played(ANSWER, "stop", monkeypatch)
+def test_events_come_in_openai_s_order() -> None:
+    events, whole = played(ANSWER, "stop")
     assert [event.type for event in events] == [
         *("response.created", "response.in_progress"),
         *(*PART, *["response.reasoning_text.delta"] * 2, "response.reasoning_text.done", *DONE),
@@ -263,9 +267,9 @@ def test_events_come_in_openai_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used.output_tokens_details.reasoning_tokens == 2
 
 
-def test_a_cut_answer_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_answer_is_incomplete() -> None:
     cut: list[Event] = [Text("a"), CallStart(0, "f"), CallArguments(0, '{"a')]
-    events, whole = played(cut, "length", monkeypatch, max_output_tokens=3)
+    events, whole = played(cut, "length", max_output_tokens=3)
     assert events[-1].type == "response.incomplete" and whole.status == "incomplete"
     assert whole.incomplete_details is not None
     assert whole.incomplete_details.reason == "max_output_tokens"
@@ -275,17 +279,15 @@ def test_a_cut_answer_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [item.status for item in output] == ["completed", "incomplete"]
 
 
-def test_a_call_whose_arguments_are_no_object_is_incomplete(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_whose_arguments_are_no_object_is_incomplete() -> None:
     events: list[Event] = [CallStart(0, "f"), CallArguments(0, "{"), CallEnd(0, False), Text("a")]
-    _, whole = played(events, "stop", monkeypatch)
+    _, whole = played(events, "stop")
     output: list[Any] = list(whole.output)
     assert [item.status for item in output] == ["incomplete", "completed"]
 
 
-def test_the_answer_repeats_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, whole = played([Text("a")], "stop", monkeypatch, instructions="Be brief.", temperature=0.5,
+def test_the_answer_repeats_what_was_asked() -> None:
+    _, whole = played([Text("a")], "stop", instructions="Be brief.", temperature=0.5,
                       store=True, metadata={"a": "b"}, max_output_tokens=9, tool_choice="none",
                       reasoning={"effort": "low"})  # fmt: skip
     assert whole.store is False and whole.previous_response_id is None  # type: ignore[attr-defined]
@@ -301,9 +303,7 @@ def test_the_answer_repeats_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_error_is_the_last_event(error: Any, code: str) -> None:
     made = Responses()
     chat = made.read({"model": "tiny", "input": "hi", "stream": True})
-    limits = RequestLimits("tiny", 307, 256, 20, 256)
-    work: Any = SimpleNamespace(id="resp_x", request=chat, created=1, limits=limits)
-    begun = list(made.begin(work))
+    begun = list(made.begin(work_of(chat)))
     [(name, data)] = made.fail(error)
     event = EVENT.validate_json(msgspec.json.encode(data))
     assert name == event.type == "response.failed" and event.sequence_number == len(begun)

@@ -19,7 +19,7 @@ from kvline_server.engine.scheduler import (
     Scheduler,
     Work,
 )
-from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams, ThinkingBudget
 from kvline_server.memory.caches import Caches
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
@@ -69,6 +69,48 @@ def test_every_sequence_ends_whatever_the_pages(
     for id, (prompt, output, base) in enumerate(shapes):
         scheduler.add(sequence(id, prompt, output, base))
     play_to_end(scheduler, len(shapes), partial(step, scheduler))
+
+
+masked_shapes = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 30), st.sampled_from(["", "grammar", "thinking"])),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(masked_shapes, st.integers(7, 20), st.integers(1, 5), st.integers(8, 40))
+def test_a_sequence_with_masks_is_never_ahead_of_its_last_token(
+    shapes: list[tuple[int, int, str]], pages: int, running: int, tokens: int
+) -> None:
+    """With a step in flight: others run ahead, every one ends, and no page is kept."""
+    scheduler = Scheduler(Caches((0,), (pages,), 64), running, max(tokens, running))
+    budget = ThinkingBudget(5, 3)
+    for id, (prompt, output, kind) in enumerate(shapes):
+        masks = {"grammar": {"grammar": b"key"}, "thinking": {"thinking": budget}}.get(kind, {})
+        params = SamplingParams(max_tokens=output, **masks)  # type: ignore[arg-type]
+        scheduler.add(Sequence(id, list(range(prompt)), prompt, params))
+    in_flight: list[Sequence] = []
+
+    def play(done: list[int]) -> bool:
+        nonlocal in_flight
+        work = scheduler.schedule()
+        scheduler.advance(work)
+        sampled = [w.sequence for w in work if w.start + w.rows == w.sequence.length]
+        assert not any(each.pending for each in sampled if each.params.has_masks)
+        for each in sampled:
+            each.pending += 1
+        read, in_flight = in_flight, sampled
+        for each in read:
+            each.pending -= 1
+            each.tokens.append(7)
+            if len(each.tokens) >= each.limit:
+                scheduler.remove(each)
+                done.append(each.id)
+        scheduler.caches.check([each.table for each in scheduler.running])
+        return bool(work or read)
+
+    play_to_end(scheduler, len(shapes), play)
 
 
 def test_a_large_step_fills_whole_waves_while_prompts_queue_and_delays_none() -> None:
@@ -265,7 +307,7 @@ def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
 def test_a_penalised_sequence_skips_a_step_while_its_token_is_pending() -> None:
     scheduler = Scheduler(Caches((0,), (600,), 64), 4, 64)
     plain, counted = sequence(0, 4, 9), sequence(1, 4, 9, 100)
-    counted.has_penalties = True
+    counted.waits = True
     for one in (plain, counted):
         scheduler.add(one)
     scheduler.advance(scheduler.schedule())

@@ -20,9 +20,11 @@ from tool_families import ALL, EOS, FAMILIES, ids, pieces, summed, tokens
 
 from kvline_server.formats.events import CallArguments, CallEnd, CallStart, Event, Text
 from kvline_server.formats.format import GEMMA3, HARMONY, HERMES
-from kvline_server.formats.grammar import Choice, check, grammar
+from kvline_server.formats.grammar import Choice, around, each_alone, grammar
 from kvline_server.formats.parser import Reads, parser
 from kvline_server.formats.tools import Tool, ToolRefused
+from kvline_server.grammars.grammar import Grammar
+from kvline_server.grammars.source import source
 
 WALKS = min(2000, int(os.environ.get("KVLINE_FUZZ", "39")))
 MOST = 3000  # tokens of a walk; from PATIENCE on, texts that close are tried first
@@ -302,13 +304,16 @@ def test_a_named_tool_is_the_one_that_is_called_and_no_text_is_an_answer(name: s
 
 def test_a_schema_that_llguidance_refuses_names_its_tool_and_says_why() -> None:
     odd = tool("odd", {"a": {"type": "array", "uniqueItems": True}})
-    known = ids("Hermes")
-    with pytest.raises(ToolRefused, match=r"'odd'.*uniqueItems") as refused:
-        check(HERMES, [*EASY, odd], Choice("required"), known, refusal("Hermes"))
-    assert refused.value.tool == "odd" and "uniqueItems" in refused.value.reason
-    loose = Tool("odd", odd.parameters)
-    check(HERMES, [*EASY, loose], Choice("auto"), known, refusal("Hermes"))
-    check(HERMES, [*EASY, odd], Choice("named", "city"), known, refusal("Hermes"))
+
+    def refused(choice: Choice, *tools: Tool) -> dict[str, str]:
+        each = each_alone(HERMES, tools, choice, ids("Hermes"))
+        found = {tool.name: refusal("Hermes")(lark) for tool, lark in each}
+        return {name: reason for name, reason in found.items() if reason}
+
+    found = refused(Choice("required"), *EASY, odd)
+    assert list(found) == ["odd"] and "uniqueItems" in found["odd"]
+    assert not refused(Choice("auto"), *EASY, Tool("odd", odd.parameters))
+    assert not refused(Choice("named", "city"), *EASY, odd)
 
 
 NOT_OBJECT = Tool("t", {"type": "array"}, True)
@@ -351,3 +356,45 @@ def test_gemma_writes_json_where_python_cannot_express_a_tool() -> None:
 def test_harmony_without_its_tokens_is_refused() -> None:
     with pytest.raises(ToolRefused, match="no token of this model's tokenizer"):
         grammar(HARMONY, [EASY[2]], Choice("required"), True, {})
+
+
+WRITTEN = {  # arguments of a call
+    "json": '{"x": 1}',
+    "python": "x=1, y='a'",
+    "xml": "<parameter=x>\n1\n</parameter>\n<parameter=y>\na\nb\n</parameter>\n",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tool_that_is_not_strict_takes_any_arguments_beside_one_that_is(name: str) -> None:
+    family = FAMILIES[name]
+    tools = [tool("none", {}, **CLOSED), Tool("free", {"properties": {"x": {"type": "null"}}})]
+    lark = grammar(family.format, tools, Choice("auto"), True, ids(name))
+    text = family.write([("free", WRITTEN[family.written].replace("'", '"'))])
+    if name == "Gemma3":
+        text = text.removeprefix("```json\n").removesuffix("\n```")
+    text = text.removesuffix("<|call|>")
+    assert ends(name, compiled(name, lark), text), lark
+
+
+def ends(name: str, matcher: llguidance.LLMatcher, text: str) -> bool:
+    """Whether the text is a whole answer."""
+    given = tokens(name).tokenizer.encode(text, add_special_tokens=False).ids
+    return bool(matcher.consume_tokens(given) and matcher.is_accepting())
+
+
+def test_harmony_s_messages_stand_around_an_answer_in_another_grammar() -> None:
+    analysis = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    final = '<|channel|>final<|message|>{"a":1}'
+    call = "<|channel|>commentary to=functions.anything <|constrain|>json<|message|>{}"
+    for tools in ([], [EASY[1]]):
+        lark = around(HARMONY, tools, True, ids("Harmony"), "")
+        form = Grammar("json_schema", json.dumps({"const": {"a": 1}}), around=lark)
+
+        def takes(text: str, form: Grammar = form) -> bool:
+            made = llguidance.LLMatcher(tokenizer("Harmony"), source(form), log_level=0)
+            return ends("Harmony", made, text)
+
+        assert takes(final) and takes(analysis + final) and takes(analysis * 2 + final)
+        assert takes(analysis + call) == bool(tools)
+        assert not any(map(takes, ('{"a":1}', analysis, "<|channel|>final<|message|>hm")))

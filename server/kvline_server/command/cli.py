@@ -222,7 +222,7 @@ def main(argv: list[str]) -> int:
             return 0
         return _run(arguments)
     except ServerError as error:
-        from kvline_server.parent.supervisor import leave
+        from kvline_server.parent.leave import leave
 
         return leave(error.termination(), arguments.config is None, _termination_log())
 

@@ -46,27 +46,23 @@ class Batch:
 def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     """The step of this work, whose sequences already hold their pages. Pages to be `cleared` before
     it, of each group, may be any."""
-    decode = Kind.DECODE
-    decodes = [w for w in work if w.kind is decode]
-    drafting = any(map(attrgetter("drafts"), decodes))
-    if drafting:  # those of as many rows are attended together
-        decodes.sort(key=attrgetter("rows"))
-    prompts = [w for w in work if w.kind is not decode] if len(decodes) < len(work) else []
-    rows = _Rows(decodes, drafting)
-    for w in prompts:
-        rows.add(w)
-    tokens = _token_ids(decodes, prompts, drafting)
-    single = 0 if drafting else len(decodes)
-    layout = _layout(decodes + prompts, single, len(decodes), cleared)
-    return rows.batch(tokens, layout)
+    return Rows(work).batch(cleared)
 
 
-class _Rows:
-    """Collects the rows that the LM head gets, and what is done with each."""
+class Rows:
+    """The rows of some work that the LM head gets, and what is done with each. `sampled` are the
+    sequences that are, in the order of their rows, and `drafts` those of each, empty where none has
+    any."""
 
-    def __init__(self, decodes: list[Work], drafting: bool) -> None:
-        """`decodes` are the step's first rows, each of which is sampled."""
-        self.drafting = drafting
+    def __init__(self, work: list[Work]) -> None:
+        decode = Kind.DECODE
+        decodes = [w for w in work if w.kind is decode]
+        drafting = any(map(attrgetter("drafts"), decodes))
+        if drafting:  # those of as many rows are attended together
+            decodes.sort(key=attrgetter("rows"))
+        prompts = [w for w in work if w.kind is not decode] if len(decodes) < len(work) else []
+        self.decodes, self.prompts, self.drafting = decodes, prompts, drafting
+        # Decodes are the step's first rows, each of which is sampled.
         self.count = sum(w.rows for w in decodes) if drafting else len(decodes)
         self.scored_rows: list[np.ndarray] = []
         self.targets: list[int] = []
@@ -74,8 +70,10 @@ class _Rows:
         self.sampled_rows = list(range(self.count))
         self.sampled = [w.sequence for w in decodes]
         self.drafts = [w.drafts for w in decodes] if drafting else []
+        for w in prompts:
+            self._add(w)
 
-    def add(self, work: Work) -> None:
+    def _add(self, work: Work) -> None:
         """A prompt's rows, behind those before."""
         sequence, start, count, _, _ = work
         at, end = self.count, start + count
@@ -93,8 +91,11 @@ class _Rows:
             if self.drafting:
                 self.drafts.append(NO_DRAFTS)
 
-    def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
-        sampled = self.sampled
+    def batch(self, cleared: Iterable[Collection[int]]) -> Batch:
+        decodes, prompts, sampled = self.decodes, self.prompts, self.sampled
+        tokens = _token_ids(decodes, prompts, self.drafting)
+        single = 0 if self.drafting else len(decodes)
+        layout = _layout(decodes + prompts, single, len(decodes), cleared)
         ahead: np.ndarray | int = 0
         counts = [1 + len(drafts) for drafts in self.drafts] or [1] * len(sampled)
         if self.drafting:  # a sequence for each sampled row

@@ -9,30 +9,35 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import cut, join
+from kvline_server.engine.masks import NOTHING, Asked, Masks, Verdict
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.engine.speculation import Speculation, accepted
+from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import NO_TOKEN
 from kvline_server.memory.caches import Caches
 from kvline_server.parallel.executor import Executor
 from kvline_server.worker.step import InFlight, Results
 
-# error: the model's numbers for this sequence are not finite, so there is no next token.
+# error: the model's numbers for this sequence are not finite, so there is no next token; or its
+# grammar could not be followed.
 FinishReason = Literal["stop", "length", "error"]
+NO_VERDICTS: dict[Sequence, Verdict] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
     batch: batches.Batch
     step: InFlight
+    verdicts: dict[Sequence, Verdict]  # sequences that end with it
     at: float  # when it was launched
     host: float  # seconds that the host prepared it
 
@@ -46,6 +51,7 @@ class Output:
     scores: Scores | None  # of the tokens, when asked for
     finish: FinishReason | None
     prompt_scores: Scores | None = None  # whole, with the first token
+    reason: str = ""  # why its grammar could not be followed, where that is why it failed
 
 
 class Engine:
@@ -58,15 +64,17 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         mixed_prefill_tokens: int | None = None,
         draft_tokens: int = 0,
+        matchers: Matchers | None = None,
     ) -> None:
         """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit.
-        `draft_tokens` of a decode, at most."""
+        `draft_tokens` of a decode, at most. Without `matchers` sequences with a grammar fail."""
         self.executor = executor
         self.caches = Caches(executor.windows, executor.pages, max_step_tokens)
         self.speculation = Speculation(draft_tokens) if draft_tokens else None
         self.scheduler = Scheduler(
             self.caches, max_running, max_step_tokens, mixed_prefill_tokens, self.speculation
         )
+        self.masks = Masks(matchers)
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sequences: dict[int, Sequence] = {}
@@ -82,6 +90,7 @@ class Engine:
         sequence = Sequence(id=id, tokens=tokens, prompt_length=len(tokens), params=params)
         sequence.limit = min(sequence.limit, self.max_model_len)
         self.sequences[id] = sequence
+        self.masks.begin(sequence)
         self.scheduler.add(sequence)
 
     def abort(self, id: int) -> None:
@@ -90,6 +99,7 @@ class Engine:
         sequence = self.sequences.pop(id, None)
         if sequence is not None:
             sequence.ended = True
+            self.masks.end(sequence)
             self.scheduler.remove(sequence)
 
     def step(self) -> list[Output]:
@@ -100,14 +110,24 @@ class Engine:
         begun = time.monotonic()
         work = self.scheduler.schedule()
         if work:
-            batch = batches.build(work, self.caches.to_clear())
+            rows = batches.Rows(work)
+            asked, verdicts = self.masks.ask(rows), NO_VERDICTS
+            batch = rows.batch(self.caches.to_clear())
+            if asked is not NOTHING:
+                batch, verdicts = self._masked(batch, asked)
             now = time.monotonic()
             launched = self.executor.launch(batch.step)
-            self._in_flight.append(_Launched(batch, launched, now, now - begun))
+            self._in_flight.append(_Launched(batch, launched, verdicts, now, now - begun))
             self._advance(batch, work)
             self.steps += 1
         late = self._collect(self.executor.depth if work else 0)
         return early + late if early else late
+
+    def _masked(
+        self, batch: batches.Batch, asked: Asked
+    ) -> tuple[batches.Batch, dict[Sequence, Verdict]]:
+        masks, verdicts = self.masks.wait(asked, self.executor.vocabulary)
+        return replace(batch, step=replace(batch.step, masks=masks)), verdicts
 
     def _waits(self) -> bool:
         """Whether the next step is scheduled with all tokens read."""
@@ -136,6 +156,8 @@ class Engine:
             _distribute(batch, results)
             scores, before = _listed(batch, results), len(out)
             sampled = results.tokens.tolist()
+            if launched.verdicts:
+                out += self._ended(launched, sampled, scores)
             if batch.drafts:
                 each = zip(batch.sampled, batch.drafts, batch.split(sampled), strict=True)
                 for at, (sequence, drafts, own) in enumerate(each):
@@ -198,6 +220,29 @@ class Engine:
         if token in self.eos_token_ids and not sequence.params.ignore_eos:
             return "stop"
         return "length" if len(sequence.tokens) >= sequence.limit else None
+
+    def _ended(
+        self, launched: _Launched, sampled: list[int], scores: dict[int, Scores]
+    ) -> list[Output]:
+        """Of sequences that end with a step as its masks have shown. Where nothing can follow, what
+        was sampled stands for an end token."""
+        out: list[Output] = []
+        batch = launched.batch
+        for at, (sequence, own) in enumerate(zip(batch.sampled, batch.split(sampled), strict=True)):
+            verdict = launched.verdicts.get(sequence)
+            if verdict is None or sequence.ended:
+                continue
+            if verdict.finish == "error":
+                self.abort(sequence.id)
+                out.append(Output(sequence, [], None, "error", reason=verdict.reason))
+                continue
+            first = scores.get(at)
+            made = self._publish(sequence, own[0], first and first.rows(0, 1))
+            if made.finish != "error":
+                made.finish = "stop"
+                self.abort(sequence.id)
+            out.append(made)
+        return out
 
     def _fail(self, sequence: Sequence) -> Output:
         """After a result of it that was not finite."""

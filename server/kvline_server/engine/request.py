@@ -15,6 +15,7 @@ from kvline_server.memory.caches import PageTable
 from kvline_server.memory.pages import NO_EXTRAS, extend_chain, pages_for
 
 if TYPE_CHECKING:  # penalties has the sequences of this module
+    from kvline_server.engine.masks import Reasoning
     from kvline_server.engine.ngrams import Ngrams
     from kvline_server.engine.penalties import TokenCounts
 
@@ -66,10 +67,14 @@ class Sequence:
     request_index: int = 0  # its index in Worker.last_tokens, while it runs
     counts: TokenCounts | None = None  # with penalties
     ngrams: Ngrams | None = None  # where it has draft tokens
+    reasoning: Reasoning | None = None  # of a budget, until it has ended
+    masked: int = field(init=False)  # tokens of which its masks know
     penalised_in: int = 0  # the last of the scheduler's steps that had too many penalties
     ended: bool = False  # results still in flight are discarded
     limit: int = field(init=False)  # tokens that it may have at most
     has_penalties: bool = field(init=False)  # of its params, cached because each step reads it
+    # Its next token depends on its last one beyond the model: it waits until that one is read.
+    waits: bool = field(init=False)
     sampling_row: bytes = field(init=False)  # one element of SAMPLING_ROW
     not_finite: bool = False  # a prompt position's logits were not finite
     submitted: float = field(default_factory=time.monotonic)
@@ -78,7 +83,8 @@ class Sequence:
     def __post_init__(self) -> None:
         p = self.params
         self.limit = self.prompt_length + p.max_tokens
-        self.has_penalties = p.has_penalties
+        self.has_penalties, self.masked = p.has_penalties, self.prompt_length
+        self.waits = p.has_penalties or p.has_masks
         self.extras = {0: p.cache_salt.encode()} if p.cache_salt else NO_EXTRAS
         self.sampling_row = _PACK(
             p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK

@@ -1,7 +1,8 @@
 """Continuous batching with chunked prefill: decodes first, then running prompts, then new ones.
 
 Every decode waits for the whole step, so prompts get a bounded number of rows in a mixed step. A
-sequence with penalties skips a step while the host has not read its last token; the others run.
+sequence with penalties or masks skips a step while the host has not read its last token; the others
+run.
 
 Pure bookkeeping: sequences in, a list of Work out, pages through the caches. It cannot deadlock:
 the oldest running sequence can always preempt the youngest, and one sequence alone always fits
@@ -102,7 +103,7 @@ class Scheduler:
                 prefilling.append(sequence)
             elif sequence.pending and length >= sequence.limit:
                 ending += 1
-            elif not sequence.has_penalties:
+            elif not sequence.waits:
                 ready.append(sequence)
             elif not sequence.pending:
                 ready.append(sequence)

@@ -80,6 +80,7 @@ class EngineProcess:
             ranks=self.arguments.ranks,
             links=self.links,
             longest_step=options.timeouts.step,
+            grammars=self.arguments.grammars,
         )
         self.parent.send(Progress(result=result))
         return engine
@@ -148,6 +149,7 @@ class EngineProcess:
                 output_tokens=self.output_tokens,
                 draft_tokens=speculation.drafted if speculation else 0,
                 accepted_tokens=speculation.accepted if speculation else 0,
+                failed_grammars=engine.masks.failed,
             )
         )
 
@@ -181,6 +183,7 @@ def _delta(output: Output) -> Delta:
         None if output.scores is None else pack(output.scores),
         cached=output.sequence.cached,
         waited_ms=int(1000 * (output.sequence.waited or 0)),
+        reason=output.reason,
     )
 
 

@@ -14,10 +14,11 @@ from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import COLLECTIVES
 from kvline_contract.report import Result, Stage
 from kvline_server.engine.engine import Engine
+from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.messages import Progress, RankLoaded, SendProgress
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.model.config import ModelConfig
-from kvline_server.options.arguments import SharedByRanks
+from kvline_server.options.arguments import GrammarService, SharedByRanks
 from kvline_server.options.options import Options
 from kvline_server.options.timeouts import LONGEST_STEP
 from kvline_server.parallel import wire
@@ -31,6 +32,8 @@ from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings, resolve
 from kvline_server.worker.backend import Backend, open_backend
 from kvline_server.worker.graphs.steps import most_rows
+
+ATTACH_SECONDS = 1.0  # that a start waits for the process that fills masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ def start(
     ranks: SharedByRanks | None = None,
     links: Sequence[Link] = (),
     longest_step: float = LONGEST_STEP,
+    grammars: GrammarService | None = None,
 ) -> tuple[Engine, Result]:
     """Rank 0's; `links` are to the other `ranks`; a step may take `longest_step` seconds. Raises
     ServerError with the reason when no budget can be validated."""
@@ -158,8 +162,16 @@ def start(
         eos_token_ids=rank.model.eos_token_ids,
         mixed_prefill_tokens=settings.mixed_prefill_tokens,
         draft_tokens=settings.draft_tokens,
+        matchers=None if grammars is None else _matchers(grammars, settings),
     )
     return engine, result
+
+
+def _matchers(grammars: GrammarService, settings: EngineSettings) -> Matchers:
+    rows = settings.decode_rows  # no step has more sampled ones
+    made = Matchers(str(grammars.path), grammars.rows_fd, rows)
+    made.attach(ATTACH_SECONDS)
+    return made
 
 
 def set_threads(options: Options, launch: LaunchConfig) -> None:

@@ -1,12 +1,12 @@
 """A grammar for the calls that a request demands: in the form that the model's family writes, with
 arguments by each tool's schema.
 
-It begins where reasoning ends. llguidance compiles it, elsewhere: nothing here imports it.
+llguidance compiles it, elsewhere: nothing here imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +21,7 @@ from kvline_server.formats.tools import Tool, ToolRefused
 
 BLANKS = "[ \\n]{0,2}"  # before the first call: what templates write behind reasoning
 END = "<|end|>"
+ANSWER = "@answer"  # another grammar, in that of what stands around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +38,64 @@ def grammar(
     choice: Choice,
     parallel: bool,
     ids: Mapping[str, int],
+    thought: str = "",
 ) -> str:
     """The grammar of an answer, in llguidance's Lark. `ids`: the tokenizer's added tokens by their
-    text. With `auto`, text is free up to the mark of a call, and a tool that is not strict takes
-    any object. Raises ToolRefused where the format cannot express a schema."""
+    text; `thought`: the reasoning before it (thought.py). With `auto`, text is free up to the mark
+    of a call, and a tool that is not strict takes any object. Raises ToolRefused where the format
+    cannot express a schema."""
     optional = choice.kind == "auto"
     if choice.kind == "named":
         tools, parallel = [tool for tool in tools if tool.name == choice.name], False
     if optional:
-        tools = [tool if tool.strict else Tool(tool.name, {}) for tool in tools]
+        tools = _as_strict(tools)
     rules = Rules(ids, format.marks())
     if format is HARMONY:
         return rules.lark(_harmony(rules, tools, optional))
     openings = _expressible(format, tools)
     if not optional:
-        groups = [_group(rules, each, tools, parallel) for each in openings]
-        rules.add("BLANKS", regex(BLANKS))
-        return rules.lark(f"BLANKS ({' | '.join(groups)})")
+        return rules.lark(f"{thought} {_calls(rules, openings, tools, parallel)}")
     if openings[0].mark:
-        return rules.lark(_among_text(rules, openings[0], tools, parallel))
+        return rules.lark(f"{thought} {_among_text(rules, openings[0], tools, parallel)}")
     groups = [_group(rules, each, tools, parallel) for each in openings]
-    return rules.lark(" | ".join((*groups, _other_text(rules, format))))
+    return rules.lark(f"{thought} ({' | '.join((*groups, _other_text(rules, format)))})")
 
 
-def check(
-    format: Format,
+def around(
+    format: Format | None,
     tools: Sequence[Tool],
-    choice: Choice,
+    parallel: bool,
     ids: Mapping[str, int],
-    refusal: Callable[[str], str],
-) -> None:
-    """Finds the tool for which a grammar is refused. `refusal` is llguidance's own answer to a
-    grammar, empty where it takes it. Raises ToolRefused with the first one's text."""
+    thought: str,
+) -> str:
+    """What may stand before an answer that follows another grammar, and the calls that may stand in
+    its place, whose format has a mark; empty where that answer stands alone. Raises ToolRefused."""
+    tools = _as_strict(tools)
+    rules = Rules(ids, format.marks() if format is not None else ())
+    if format is HARMONY and _missing(rules) is None:
+        return rules.lark(_harmony_around(rules, tools))
+    if format is None or not tools:
+        return rules.lark(f"{thought} {ANSWER}") if thought else ""
+    calls = _calls(rules, _expressible(format, tools), tools, parallel)
+    return rules.lark(f"{thought} ({calls} | {ANSWER})")
+
+
+def _as_strict(tools: Sequence[Tool]) -> list[Tool]:
+    """One that is not takes any object."""
+    return [tool if tool.strict else Tool(tool.name, {}) for tool in tools]
+
+
+def each_alone(
+    format: Format, tools: Sequence[Tool], choice: Choice, ids: Mapping[str, int]
+) -> Iterator[tuple[Tool, str]]:
+    """The grammar of each tool that is guaranteed, to find the one for which that of all of them is
+    refused. Raises ToolRefused."""
     for tool in tools:
         guaranteed = tool.strict if choice.kind == "auto" else True
         if choice.kind == "named":
             guaranteed = tool.name == choice.name
-        if not guaranteed:
-            continue
-        alone = grammar(format, [tool], Choice("required"), False, ids)
-        if reason := refusal(alone):
-            raise ToolRefused(tool.name, reason)
+        if guaranteed:
+            yield tool, grammar(format, [tool], Choice("required"), False, ids)
 
 
 def _expressible(format: Format, tools: Sequence[Tool]) -> list[Opening]:
@@ -94,6 +112,12 @@ def _expressible(format: Format, tools: Sequence[Tool]) -> list[Opening]:
     if not found and problem is not None:
         raise problem
     return found
+
+
+def _calls(rules: Rules, openings: Sequence[Opening], tools: Sequence[Tool], parallel: bool) -> str:
+    """Nothing but calls, in one of the ways to write them."""
+    groups = [_group(rules, each, tools, parallel) for each in openings]
+    return f"{rules.add('BLANKS', regex(BLANKS))} ({' | '.join(groups)})"
 
 
 def _group(rules: Rules, opening: Opening, tools: Sequence[Tool], parallel: bool) -> str:
@@ -153,25 +177,46 @@ def _among_text(rules: Rules, opening: Opening, tools: Sequence[Tool], parallel:
 def _harmony(rules: Rules, tools: Sequence[Tool], optional: bool) -> str:
     """Messages up to the one that ends the answer, which is a call. The end of that is the end
     of the sequence."""
-    for mark in (CHANNEL, MESSAGE, CONSTRAIN, START, END):
-        if not rules.is_token(mark):
-            raise ToolRefused(tools[0].name, f"{mark} is no token of this model's tokenizer")
+    if (mark := _missing(rules)) is not None:
+        raise ToolRefused(tools[0].name, f"{mark} is no token of this model's tokenizer")
+    call, analysis = _harmony_call(rules, tools), _harmony_analysis(rules)
+    if not optional:
+        return f"{analysis}* {call}"
+    following = rules.text(f"{END}{START}assistant")
+    preamble = rules.add("preamble", f"{_header(rules, 'commentary')} TEXT? {following}")
+    final = rules.add("final", f"{_header(rules, 'final')} TEXT?")
+    return f"({analysis} | {preamble})* ({call} | {final})"
+
+
+def _harmony_around(rules: Rules, tools: Sequence[Tool]) -> str:
+    """The same, with another grammar for the message to the user."""
+    analysis, final = _harmony_analysis(rules), f"{_header(rules, 'final')} {ANSWER}"
+    if not tools:
+        return f"{analysis}* {final}"
+    return f"{analysis}* ({_harmony_call(rules, tools)} | {final})"
+
+
+def _missing(rules: Rules) -> str | None:
+    """A mark of harmony's that is no token."""
+    marks = (CHANNEL, MESSAGE, CONSTRAIN, START, END)
+    return next((mark for mark in marks if not rules.is_token(mark)), None)
+
+
+def _harmony_analysis(rules: Rules) -> str:
     rules.add("TEXT", regex("(?s:.+)"))
+    following = rules.text(f"{END}{START}assistant")
+    return rules.add("analysis", f"{_header(rules, 'analysis')} TEXT? {following}")
+
+
+def _header(rules: Rules, channel: str) -> str:
+    return rules.text(f"{CHANNEL}{channel}{MESSAGE}")
+
+
+def _harmony_call(rules: Rules, tools: Sequence[Tool]) -> str:
     calls = []
     for number, tool in enumerate(tools):
         name = check_name(tool, tool.name)
         arguments = rules.json(f"arguments-{number}", object_schema(tool))
         header = f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}"
         calls.append(rules.add(f"call-{number}", f"{rules.text(header)} {arguments}"))
-    call = rules.add("call", " | ".join(calls))
-
-    def message(channel: str) -> str:
-        return f"{rules.text(f'{CHANNEL}{channel}{MESSAGE}')} TEXT?"
-
-    following = rules.text(f"{END}{START}assistant")
-    analysis = rules.add("analysis", f"{message('analysis')} {following}")
-    if not optional:
-        return f"{analysis}* {call}"
-    preamble = rules.add("preamble", f"{message('commentary')} {following}")
-    final = rules.add("final", message("final"))
-    return f"({analysis} | {preamble})* ({call} | {final})"
+    return rules.add("call", " | ".join(calls))

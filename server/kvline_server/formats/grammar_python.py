@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvline_server.formats.lark import Rules, literal
+from kvline_server.formats.lark import Rules, literal, regex
 from kvline_server.formats.schemas import Parameter, check_name, parameters
 from kvline_server.formats.tools import Tool, listed_values, types
 
@@ -10,6 +10,10 @@ from kvline_server.formats.tools import Tool, listed_values, types
 def python_arguments(rules: Rules, name: str, tool: Tool) -> str:
     """`a=1, b="x"`, in the order of the schema. Within a list or an object, values are JSON's,
     which are read as well."""
+    if not tool.parameters:  # any, by any names
+        key = rules.add(f"{name}-key".upper(), regex(r"[a-z_][a-z_0-9]{0,63}="))
+        one = rules.add(f"{name}-any", f"{key} {rules.json(f'{name}-value', {})}")
+        return f'({one} (", " {one})*)?'
     given = parameters(tool)
     if not given:
         return ""

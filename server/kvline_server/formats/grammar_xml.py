@@ -25,11 +25,18 @@ from kvline_server.formats.tools import (
 from kvline_server.formats.xml_calls import END_PARAMETER, PARAMETER
 
 CLOSE = f"\n{END_PARAMETER}\n"
+FREE_NAME = 64  # characters of a parameter that no schema names
 _UNKEPT = ("format", "not", "if", "allOf", "contentSchema")  # of a string
 
 
 def xml_parameters(rules: Rules, name: str, tool: Tool) -> str:
-    """In the order of the schema."""
+    """In the order of the schema; without one, any that are strings."""
+    if not tool.parameters:
+        value = rules.add(
+            f"{name}-value".upper(), f"{without(ANY, {END_PARAMETER})} {literal(CLOSE)}"
+        )
+        key = rules.add(f"{name}-key".upper(), regex(f"[^<>\\n]{{1,{FREE_NAME}}}"))
+        return f"({literal(PARAMETER)} {key} {literal('>' + CLOSE[0])} {value})*"
     parts = []
     for number, parameter in enumerate(parameters(tool)):
         one = _parameter(rules, f"{name}-{number}", tool, parameter)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from kvline_server.formats.answer import AnswerParser
+from kvline_server.formats.answer import AnswerParser, Kind
+from kvline_server.formats.events import Reasoning, Text
 from kvline_server.formats.format import HARMONY
 from kvline_server.formats.json_text import BLANKS
 from kvline_server.formats.lexer import Mark, Searched
@@ -43,6 +44,12 @@ class HarmonyParser(AnswerParser):
                 self._add(item, item)
             else:
                 self._body(item)
+
+    def _going_on(self) -> tuple[Kind, Searched] | None:
+        undecided = self._header is not None or self._arguments is not None
+        if undecided or not self._lexer.empty or not self._out.goes_on(self._reasons):
+            return None
+        return (Reasoning if self._reasons else Text), self._searched
 
     def _end(self, stopped: bool) -> None:
         self._end_body(stopped)

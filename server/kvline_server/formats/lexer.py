@@ -33,6 +33,8 @@ class Searched:
         self._parts = {name[:size] for name in names for size in range(1, len(name))}
         self._doubtful = bool(self._parts & set(names))
         self._longest = max(map(len, self._parts), default=0)
+        firsts = "".join(map(re.escape, {name[0] for name in names}))
+        self.first = re.compile(f"[{firsts}]") if firsts else None  # without it no mark begins
 
     def begins(self, text: str, at: int) -> bool:
         """Whether the mark that stands there may become a longer one."""
@@ -64,6 +66,10 @@ class Lexer:
         # Before it may be the end of a character that was never completed.
         self._add(text[: len(text) - len(shown)])
         self._items.append(Mark(name, shown))
+
+    @property
+    def empty(self) -> bool:
+        return not self._items
 
     def end(self) -> None:
         self._ended = True

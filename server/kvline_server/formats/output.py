@@ -35,6 +35,10 @@ class Trailing:
         self._held = [text[len(kept) :]]
         return out
 
+    @property
+    def waits(self) -> bool:
+        return any(self._held)
+
     def drop(self) -> None:
         self._held = []
 
@@ -65,6 +69,12 @@ class Output:
             self._reasons = bool(text)
         if text:
             self._add(Reasoning(self._reasoning.push(text)))
+
+    def goes_on(self, reasons: bool) -> bool:
+        """Whether more content, or more reasoning, goes out as it comes."""
+        if reasons:
+            return self._reasons and not self._reasoning.waits
+        return not self._after_reasoning and not self._content.waits
 
     def begin_reasoning(self) -> None:
         self._content.drop()

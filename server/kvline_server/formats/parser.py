@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvline_server.formats.answer import AnswerParser
+from kvline_server.formats.answer import AnswerParser, Kind
+from kvline_server.formats.events import Reasoning, Text
 from kvline_server.formats.format import HARMONY, Body, Format, Opening, Thinking
 from kvline_server.formats.harmony import HarmonyParser
 from kvline_server.formats.json_calls import JsonCalls, NamedCall
@@ -74,6 +75,12 @@ class Parser(AnswerParser):
     def _run(self) -> None:
         while self._step():
             pass
+
+    def _going_on(self) -> tuple[Kind, Searched] | None:
+        undecided = self._reader is not None or (self._fresh and not self._reasons)
+        if undecided or not self._lexer.empty or not self._out.goes_on(self._reasons):
+            return None
+        return (Reasoning if self._reasons else Text), self._searched()
 
     def _end(self, stopped: bool) -> None:
         if self._reader is not None:

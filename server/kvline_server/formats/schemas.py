@@ -38,7 +38,8 @@ def object_schema(tool: Tool) -> dict[str, Any]:
 def check_name(tool: Tool, name: str) -> str:
     """A name that formats without quotes can write."""
     if not _LABEL.fullmatch(name) or len(name) > MAX_NAME:
-        raise ToolRefused(tool.name, f"this model's format cannot write the name {name!r:.80}")
+        reason = f"this model's format cannot write the name {name!r:.80}"
+        raise ToolRefused(tool.name, reason, "name" if name == tool.name else "parameters")
     return name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 MOST_SCHEMAS = 100  # that are followed for one value's types: a schema may be endless
@@ -27,12 +27,15 @@ HINTS = {
 
 class ToolRefused(Exception):
     """The arguments of a tool cannot be guaranteed; the reason is a grammar's own, or names what
-    the model's format cannot express."""
+    the model's format cannot express. `field`: what of the tool is wrong."""
 
-    def __init__(self, tool: str, reason: str) -> None:
+    def __init__(
+        self, tool: str, reason: str, field: Literal["name", "parameters"] = "parameters"
+    ) -> None:
         super().__init__(f"the arguments of {tool!r} cannot be guaranteed: {reason}")
         self.tool = tool
         self.reason = reason
+        self.field: Literal["name", "parameters"] = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,10 @@ def pointed(reference: Any, root: Mapping[str, Any]) -> Any:
     return at
 
 
-def types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a value may have; all of them where the schema does not say."""
-    return _types(schema, root, [MOST_SCHEMAS])
+def types(schema: Any, root: Mapping[str, Any], most: int = MOST_SCHEMAS) -> frozenset[str]:
+    """The JSON types that a value may have; all of them where the schema does not say, or not by
+    its first `most` parts."""
+    return _types(schema, root, [most])
 
 
 def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[str]:
@@ -82,7 +86,9 @@ def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[s
     for keyword in ("anyOf", "oneOf"):
         branches = schema.get(keyword)
         if isinstance(branches, list) and branches:
-            found &= frozenset().union(*(_types(branch, root, left) for branch in branches))
+            # One more than is left has all types, as any after it.
+            some = branches[: left[0] + 1]
+            found &= frozenset().union(*(_types(branch, root, left) for branch in some))
     together = schema.get("allOf")
     for branch in together if isinstance(together, list) else ():
         found &= _types(branch, root, left)

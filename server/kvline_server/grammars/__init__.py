@@ -3,7 +3,7 @@
 HTTP. `asked.asked` makes a Grammar of a request, or raises GrammarInvalid with the field. Before
 admission, and until the last of the request's sequences has ended:
 
-    async with compiler.compiled(grammar) as key:  # NotServed: a 400; NotNow: a 503
+    with await compiler.compiled(grammar) as key:  # NotServed: a 400; NotNow: a 503
         ...  # key goes to the engine with each sequence
 
 Engine. `matchers.attach` once, before it serves. For each sequence with a key `begin`, and `end`

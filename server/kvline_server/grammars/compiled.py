@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from kvline_server.grammars.vocabulary import Vocabulary
 
 MAX_REASON = 500  # characters
-EXPLORED = 16  # tokens
+EXPLORED, BEHIND_MARK = 16, 48  # tokens, and those behind a mark: a call begins with its name
+MOST_EXPLORED = 256
 NOTHING = "it allows no token of this model"
 TOO_SLOW = "a mask of it takes {:.0f} ms, of {:.0f} at most: fewer alternatives may help"
 
@@ -29,10 +31,9 @@ class GrammarRefused(Exception):
 def compiled(grammar: Grammar, vocabulary: Vocabulary, lexer_states: int) -> LLMatcher:
     """A matcher at its beginning, whose copies share its lexer. Raises GrammarRefused."""
     limits = LLParserLimits(max_lexer_states=lexer_states, verbose_errors=False)
-    text = source(grammar)
     if grammar.kind == "lark":
-        text = _as_lark(text)
-    made = LLMatcher(vocabulary.tokenizer, text, limits=limits, log_level=0)
+        grammar = msgspec.structs.replace(grammar, text=_as_lark(grammar.text))
+    made = LLMatcher(vocabulary.tokenizer, source(grammar), limits=limits, log_level=0)
     check(made)
     row = np.zeros(vocabulary.words, np.int32)
     fill(made, row)
@@ -44,10 +45,11 @@ def compiled(grammar: Grammar, vocabulary: Vocabulary, lexer_states: int) -> LLM
 
 def explore(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
     """Follows a grammar for some tokens: some fail only behind the first of them, and masks that
-    are slow there are slow again and again. Raises GrammarRefused."""
+    are slow there are slow again and again. Marks are taken first, each once, as behind them begins
+    what they stand before: reasoning and other text may go on for ever. Raises GrammarRefused."""
     row, rng = np.zeros(vocabulary.words, np.int32), np.random.default_rng(0)
-    own = matcher.deep_copy()
-    for _ in range(EXPLORED):
+    own, left, marks = matcher.deep_copy(), EXPLORED, vocabulary.marks
+    for _ in range(MOST_EXPLORED):
         began = time.thread_time()
         fill(own, row)
         if (took := time.thread_time() - began) > MASK_SECONDS:
@@ -56,9 +58,13 @@ def explore(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")
         bits[vocabulary.tokenizer.eos_tokens] = 0
         allowed = np.flatnonzero(bits)
-        if own.is_stopped() or not len(allowed):
+        if own.is_stopped() or not len(allowed) or not left:
             break
-        own.consume_token(int(rng.choice(allowed)))
+        found = np.intersect1d(allowed, marks)
+        left = max(left, BEHIND_MARK) if len(found) else left - 1
+        token = int(rng.choice(found if len(found) else allowed))
+        marks = marks[marks != token]
+        own.consume_token(token)
         check(own)
 
 

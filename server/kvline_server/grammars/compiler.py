@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from kvline_server.errors import InvalidFrame
 from kvline_server.grammars import messages
@@ -39,10 +40,12 @@ class Compiler:
         self._connecting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
 
-    @contextlib.asynccontextmanager
-    async def compiled(self, grammar: Grammar) -> AsyncIterator[bytes]:
+    async def compiled(self, grammar: Grammar) -> AbstractContextManager[bytes]:
         """The grammar's key, for which it is kept within. Raises NotServed, NotNow."""
-        writer, key = await self._compile(grammar)
+        return self._kept(*await self._compile(grammar))
+
+    @contextlib.contextmanager
+    def _kept(self, writer: asyncio.StreamWriter, key: bytes) -> Iterator[bytes]:
         try:
             yield key
         finally:

@@ -40,6 +40,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     kind: Kind
     text: str = ""  # a schema, a regex, a JSON list of texts or a Lark grammar
     whitespace: str = WHITESPACE  # of JSON, a regex; COMPACT: none
+    # What may stand before it, or in its place, as Lark that names it @answer; empty: nothing.
+    around: str = ""
 
     def key(self) -> bytes:
         """The same for the same grammar, and for no other one."""

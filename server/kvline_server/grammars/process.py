@@ -28,6 +28,7 @@ from kvline_server.grammars.messages import Alive, Tried, Try
 from kvline_server.grammars.trial import Trial
 from kvline_server.grammars.vocabulary import TokenizerUnsupported, Vocabulary
 from kvline_server.ipc.frames import Received
+from kvline_server.ipc.messages import Channel, GrammarsReady
 from kvline_server.ipc.starvation import Quiet
 from kvline_server.model.config import read_config
 from kvline_server.options.arguments import GrammarArguments
@@ -191,15 +192,18 @@ def main(argv: list[str]) -> int:
     vocabulary, unsupported = opened(Path(launch.model.path))
     gc.collect()
     gc.freeze()  # what is loaded stays in pages that forks share
-    Trunk(
+    control = socket.socket(fileno=arguments.control_fd)
+    trunk = Trunk(
         vocabulary,
         unsupported,
         arguments.bounds,
-        socket.socket(fileno=arguments.control_fd),
+        control,
         socket.socket(fileno=arguments.listen_fd),
         arguments.rows_fd,
         arguments.options.timeouts.grammars,
-    ).run()
+    )
+    Channel(control).send(GrammarsReady())
+    trunk.run()
     return 0
 
 

@@ -7,6 +7,8 @@ import json
 from kvline_server.grammars import lark
 from kvline_server.grammars.grammar import COMPACT, OVERRIDES, Grammar
 
+ANSWER = "answer"  # in what stands around it
+
 
 def lark_of_choices(text: str) -> str:
     """Of a JSON list. One terminal: as many would be more than a step of the parser may have."""
@@ -25,11 +27,22 @@ def with_whitespace(schema: str, whitespace: str) -> str:
 
 def source(grammar: Grammar) -> str:
     """What llguidance takes: Lark, or its JSON."""
-    if grammar.kind == "lark":
-        return grammar.text
+    if grammar.kind in ("json_schema", "json_object"):
+        schema = grammar.text if grammar.kind == "json_schema" else '{"type":"object"}'
+        answer = f'"json_schema":{with_whitespace(schema, grammar.whitespace)}'
+    elif not grammar.around:
+        return _lark(grammar)
+    else:
+        answer = f'"lark_grammar":{json.dumps(_lark(grammar))}'
+    if not grammar.around:
+        return f'{{"grammars":[{{{answer}}}]}}'
+    around = f'{{"lark_grammar":{json.dumps(grammar.around)}}}'
+    return f'{{"grammars":[{around},{{"name":"{ANSWER}",{answer}}}]}}'
+
+
+def _lark(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         return lark_of_choices(grammar.text)
     if grammar.kind == "regex":
         return f"start: {lark.regex(grammar.text)}"
-    schema = grammar.text if grammar.kind == "json_schema" else '{"type":"object"}'
-    return f'{{"grammars":[{{"json_schema":{with_whitespace(schema, grammar.whitespace)}}}]}}'
+    return grammar.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ class Vocabulary:
         self.tokenizer, has_ends = _opened(file, size, [end for end in ends if end < size])
         tokens = self.tokenizer.vocab_size
         self.words = -(-tokens // BITS)
+        self.marks = np.array([*self._marks(min(size, tokens))], np.int64)
         bits = np.zeros(self.words * BITS, np.uint8)
         bits[:size] = 1
         self.everything: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
@@ -36,6 +37,12 @@ class Vocabulary:
         bits[wrong] = 0
         self._own: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
         self.is_restricted = bool(wrong) or tokens > size  # masks have more than the model's
+
+    def _marks(self, size: int) -> Iterator[int]:
+        """Tokens that have a name and are no text."""
+        for id in filter(self.tokenizer.is_special_token, range(size)):
+            if self.tokenizer.decode_bytes([id]) not in (b"", f"<[{id}]>".encode()):
+                yield id
 
     def restrict(self, row: NDArray[np.int32]) -> bool:
         """Takes out of a mask what is no token of the model's answers. -> whether any is left"""

@@ -17,6 +17,8 @@ from kvline_server.http.errors import ApiError, BadRequest, NotRead, TooMany, Un
 from kvline_server.ipc.totals import SCORE_BYTES, SEQUENCES, TOKENS, Totals
 from kvline_server.options.clients import QUEUE_FACTOR, max_sequences
 
+BLOCK = 16 << 10  # bytes: a short answer holds one
+
 
 class Room:
     """What one request holds of its admission."""
@@ -24,6 +26,7 @@ class Room:
     def __init__(self, admission: Admission, nbytes: int) -> None:
         self._admission = admission
         self.nbytes = nbytes
+        self._kept = 0
 
     def hold(self, nbytes: int) -> None:
         """Room for more scores. Raises TooMany, and BadRequest where no wait would help."""
@@ -31,8 +34,20 @@ class Room:
             return
         self._admission.check_held(self.nbytes + nbytes)
         if not self._admission.totals.take((SCORE_BYTES, nbytes, self._admission.max_held)):
-            raise TooMany("too many logprobs are waiting to be sent; try again later")
+            raise TooMany("too many logprobs and texts are waiting to be sent; try again later")
         self.nbytes += nbytes
+
+    def keep(self, nbytes: int) -> None:
+        """Room for so many bytes of an answer in all, by the block. Raises as `hold`."""
+        most = self._admission.max_held
+        if nbytes > most:
+            raise BadRequest(
+                f"this answer takes {nbytes} bytes until its end; this server holds {most}: ask "
+                "for fewer tokens"
+            )
+        while self._kept < nbytes:
+            self.hold(BLOCK)
+            self._kept += BLOCK
 
 
 @dataclass(slots=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
+
+import msgspec
 
 from kvline_server.formats.events import (
     CallArguments,
@@ -19,12 +21,12 @@ from kvline_server.http.anthropic_request import to_chat
 from kvline_server.http.chat import Chat
 from kvline_server.http.error_forms import anthropic_body
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Piece
-from kvline_server.http.output import events_of
+from kvline_server.http.growing import GrowingText
+from kvline_server.http.pieces import Piece
 from kvline_server.http.protocol.anthropic import MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.strict import parse
-from kvline_server.http.translated import Object, Sent, Used
+from kvline_server.http.translated import SENT_COPIES, Object, Sent, Used
 
 # By the kind of block: its field that grows, the name of a delta and of the delta's field.
 GROWING = {
@@ -33,23 +35,27 @@ GROWING = {
     "tool_use": ("input", "input_json_delta", "partial_json"),
 }
 
+BLOCK_BYTES = 256  # of a block beside its text
+
 
 class Messages:
     id_prefix: ClassVar[str] = "msg_"
 
     def read(self, value: Object) -> ChatRequest:
-        return to_chat(parse(MessagesRequest, value))
+        chat, fields = to_chat(parse(MessagesRequest, value))
+        self.field = fields.of
+        return chat
 
     def begin(self, work: Chat) -> Iterator[Sent]:
         """The first event has tokens of the prefix cache, which are known with the first token."""
         self._work, self._last, self._begun = work, Piece(), False
-        self._blocks = Blocks()
+        self._blocks = Blocks(not work.request.stream, partial(work.call_id, "toolu_"))
         return iter(())
 
     def write(self, piece: Piece, used: Used) -> Iterator[Sent]:
         self._last = piece
         yield from self._start(used)
-        for event in events_of(piece):
+        for event in piece.written():
             for name, data in self._blocks.write(event):
                 yield name, {"type": name, **data}
 
@@ -67,6 +73,9 @@ class Messages:
 
     def answer(self) -> Object:
         return self._done
+
+    def kept(self) -> int:
+        return SENT_COPIES * self._blocks.nbytes
 
     def _start(self, used: Used) -> Iterator[Sent]:
         if not self._begun:
@@ -91,8 +100,7 @@ class Messages:
             return "max_tokens"
         if self._last.stop is not None:
             return "stop_sequence"
-        called = any(block["type"] == "tool_use" for block in self._blocks.done)
-        return "tool_use" if called else "end_turn"
+        return "tool_use" if self._last.finish == "tool_calls" else "end_turn"
 
 
 def _usage(used: Used) -> Object:
@@ -108,10 +116,18 @@ def _usage(used: Used) -> Object:
 class Blocks:
     """From what a model writes to content blocks and their events, without their types."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool, call_id: Callable[[], str]) -> None:
+        """`keeps`: the blocks, for a whole answer."""
         self.done: list[Object] = []
+        self._keeps, self._call_id = keeps, call_id
+        self._index = self._closed = 0  # of the open block; bytes of those before
         self._open: Object | None = None
-        self._texts: list[str] = []  # of the open block
+        self._text = GrowingText()  # of the open block
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is kept."""
+        return self._closed + len(self._text)
 
     def write(self, event: Event) -> Iterator[Sent]:
         if isinstance(event, Text):
@@ -119,7 +135,7 @@ class Blocks:
         elif isinstance(event, Reasoning):
             yield from self._grow({"type": "thinking", "thinking": "", "signature": ""}, event.text)
         elif isinstance(event, CallStart):
-            id = f"toolu_{secrets.token_hex(12)}"
+            id = self._call_id()
             yield from self._begin({"type": "tool_use", "id": id, "name": event.name, "input": {}})
         elif isinstance(event, CallArguments):
             yield self._delta(event.text)
@@ -129,11 +145,17 @@ class Blocks:
     def close(self) -> Iterator[Sent]:
         if self._open is None:
             return
-        block, text = self._open, "".join(self._texts)
-        self._open, self._texts = None, []
-        yield "content_block_stop", {"index": len(self.done)}
-        whole: Any = _object(text) if block["type"] == "tool_use" else text
-        self.done.append(block | {GROWING[block["type"]][0]: whole})
+        block, text = self._open, self._text
+        self._closed += len(text) + BLOCK_BYTES if self._keeps else 0
+        self._open, self._text = None, GrowingText()
+        yield "content_block_stop", {"index": self._index}
+        self._index += 1
+        if self._keeps:
+            whole = text.whole()
+            called = block["type"] == "tool_use"
+            self.done.append(
+                block | {GROWING[block["type"]][0]: _object(whole) if called else whole}
+            )
 
     def _grow(self, block: Object, text: str) -> Iterator[Sent]:
         """More of the open block, or a new one where that is of another kind."""
@@ -144,20 +166,20 @@ class Blocks:
     def _begin(self, block: Object) -> Iterator[Sent]:
         yield from self.close()
         self._open = block
-        yield "content_block_start", {"index": len(self.done), "content_block": block}
+        yield "content_block_start", {"index": self._index, "content_block": block}
 
     def _delta(self, text: str) -> Sent:
         assert self._open is not None
-        self._texts.append(text)
+        part: Any = self._text.add(text) if self._keeps else text
         _, kind, field = GROWING[self._open["type"]]
-        delta = {"type": kind, field: text}
-        return "content_block_delta", {"index": len(self.done), "delta": delta}
+        return "content_block_delta", {"index": self._index, "delta": {"type": kind, field: part}}
 
 
-def _object(text: str) -> Object:
+def _object(text: msgspec.Raw) -> msgspec.Raw:
     """The arguments of a call; of one that was cut nothing is known to be whole."""
+    arguments = msgspec.json.decode(text, type=str)
     try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        whole = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        whole = False
+    return msgspec.Raw(arguments.encode() if whole else b"{}")

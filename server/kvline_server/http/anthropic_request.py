@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvline_server.http.errors import BadRequest
+from kvline_server.http.fields import Fields, named
 from kvline_server.http.protocol import anthropic as kinds
 from kvline_server.http.protocol.anthropic import CountTokensRequest, MessagesRequest
 from kvline_server.http.protocol.chat import ChatRequest
@@ -23,10 +24,25 @@ FAILED = "Error"  # begins the result of a call that failed
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def to_chat(request: CountTokensRequest) -> ChatRequest:
+# The chat's fields, by which errors name what came from these.
+FIELDS = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "messages": "messages",
+    "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "tool_choice.function": "tool_choice",
+}
+
+
+def to_chat(request: CountTokensRequest) -> tuple[ChatRequest, Fields]:
     """Raises BadRequest with the place of what is wrong."""
     made: Object = {"model": request.model, "messages": list(_messages(request))}
-    made["tools"] = list(_tools(request.tools or []))
+    tools = list(_tools(request.tools or []))
+    made["tools"] = [tool for _, tool in tools]
+    fields = Fields(FIELDS, "input_schema", [place for place, _ in tools])
     made |= _choice(request.tool_choice) | _thinking(request)
     last = made["messages"][-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
@@ -41,7 +57,8 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
             "top_k": request.top_k,
             "user": request.metadata and request.metadata.user_id,
         }
-    return parse(ChatRequest, made)
+    with named(fields.of):
+        return parse(ChatRequest, made), fields
 
 
 def _choice(given: kinds.AnthropicChoice | None) -> Object:
@@ -53,9 +70,11 @@ def _choice(given: kinds.AnthropicChoice | None) -> Object:
 
 
 def _thinking(request: CountTokensRequest) -> Object:
-    made: Object = {}
+    """A client that does not ask for thinking gets none of it, whether the model thinks or not."""
+    made: Object = {"include_reasoning": False}
     if request.thinking is not None:
         thinks = request.thinking.type != "disabled"
+        made["include_reasoning"] = thinks
         made["chat_template_kwargs"] = {"enable_thinking": thinks}
         made["thinking_token_budget"] = request.thinking.budget_tokens
     if request.output_config is not None:
@@ -66,7 +85,8 @@ def _thinking(request: CountTokensRequest) -> Object:
     return made
 
 
-def _tools(given: list[Any]) -> Iterator[Object]:
+def _tools(given: list[Any]) -> Iterator[tuple[str, Object]]:
+    """Each with its place."""
     for index, tool in enumerate(given):
         at = f"tools[{index}]"
         kind = kind_of(tool)
@@ -77,7 +97,8 @@ def _tools(given: list[Any]) -> Iterator[Object]:
             raise _unsupported(f"{at}.type", "must be custom; no other tools are supported here")
         read = parse_at(kinds.AnthropicTool, tool, at)
         function = {"name": read.name, "parameters": read.input_schema, "strict": read.strict}
-        yield {"type": "function", "function": function | {"description": read.description}}
+        function |= {"description": read.description}
+        yield at, {"type": "function", "function": function}
 
 
 def _messages(request: CountTokensRequest) -> Iterator[Object]:

@@ -112,13 +112,15 @@ async def _generate(
     with ExitStack() as stack:
         read = partial(parse, kind)
         work, jobs, room = await plan(service, request, stack, route, read, route.id_prefix)
+        room.hold(work.held)
         headers = {"x-request-id": work.id}
         if work.request.stream:
             stream = events(work, jobs, stack.pop_all())
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
         stops = work.request.stops()
         answers = await unless_gone(
-            request, service.generator.answers(jobs, stops, work.arrived, room)
+            request,
+            service.generator.answers(jobs, stops, work.arrived, room, work.reading),
         )
         return await respond(lambda: work.response(answers), stack, headers)
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
+
+from kvline_server.http.answering import Answering
 from kvline_server.http.chat_tokens import Rendered
 from kvline_server.http.completions import prompt_logprobs, seeded
 from kvline_server.http.conversation import asked, rendered
 from kvline_server.http.envelope import Chunks, Route, whole
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.generate import (
-    Answer,
-    Piece,
-    check_prompt,
-    sampling,
-)
+from kvline_server.http.generate import check_prompt, sampling
 from kvline_server.http.later import Later
+from kvline_server.http.message import call_id, delta, message
+from kvline_server.http.pieces import Answer, Piece
 from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.reading import budget, reading
 from kvline_server.http.scores import unpack
 from kvline_server.ipc.messages import PackedScores
 from kvline_server.ipc.sampling_params import SamplingParams
@@ -26,14 +27,17 @@ from kvline_server.ipc.sampling_params import SamplingParams
 class Chat(Route[ChatRequest]):
     chunk_kind, id_prefix = "chat.completion.chunk", "chatcmpl-"
 
+    model: Answering  # as it answers; known once the messages are rendered
     rendered: Rendered | None = None
 
     def render(self) -> Rendered:
         """Runs off the event loop. Raises BadRequest."""
         if self.generator.chat is None:
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
-        request = self.request
-        self.rendered = self.generator.chat.render(rendered(request.messages), asked(request))
+        request, chat = self.request, self.generator.chat
+        self.model = chat.answering
+        self.rendered = chat.render(rendered(request.messages), asked(request))
+        self.reading = reading(request, self.model, self.rendered[0])
         request.messages, request.documents, request.tools = [], None, None  # they take memory
         return self.rendered
 
@@ -56,6 +60,8 @@ class Chat(Route[ChatRequest]):
             logprobs,
             request.prompt_logprobs,
         )
+        thinking = budget(request, self.model, self.reading)
+        params = msgspec.structs.replace(params, thinking=thinking)
         return [(ids, seeded(params, i)) for i in range(request.n)]
 
     def response(self, answers: list[Answer]) -> dict[str, Any]:
@@ -68,7 +74,7 @@ class Chat(Route[ChatRequest]):
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text},
+            "message": message(answer, self.model),
             "finish_reason": answer.finish,
             "logprobs": self._logprobs(answer.scores),
         }
@@ -93,13 +99,22 @@ class Chat(Route[ChatRequest]):
             "bytes": list(raw),
         }
 
-    def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"content": piece.text} if piece.text else {},
-            "finish_reason": piece.finish,
-            "logprobs": self._logprobs(piece.scores) if piece.scores else None,
-        }
+    def parts(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
+        """A chunk for each event: clients read one kind of delta from each."""
+        shown = [delta(event, self.model) for event in piece.written()]
+        deltas = [each for each in shown if each is not None]
+        if not deltas and not piece.goes_on:
+            deltas = [{}]
+        for at, each in enumerate(deltas):
+            yield {
+                "index": index,
+                "delta": each,
+                "finish_reason": piece.finish if at == len(deltas) - 1 else None,
+                "logprobs": self._logprobs(piece.scores) if piece.scores and not at else None,
+            }
+
+    def call_id(self, prefix: str = "call_") -> str:
+        return call_id(self.model, prefix)
 
     def opening(self, chunks: Chunks) -> list[bytes]:
         """As in OpenAI's API, the first chunk of each choice has the role."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,15 +10,10 @@ import msgspec
 
 from kvline_server.http.envelope import Route, whole
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.generate import (
-    Answer,
-    Generator,
-    Piece,
-    check_prompt,
-    sampling,
-)
+from kvline_server.http.generate import Generator, check_prompt, sampling
 from kvline_server.http.later import Later
 from kvline_server.http.packed import base64_arrays
+from kvline_server.http.pieces import Answer, Piece
 from kvline_server.http.protocol.completions import CompletionRequest
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.scores import TokenScore, between, chosen, unpack
@@ -131,11 +126,11 @@ class Completion(Route[CompletionRequest]):
         text = tokens.decode(ids)
         return Echoed(text, tokens.offsets(ids, text) if listed else [])
 
-    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+    def parts(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
         if self.request.echo:
             shift = len(self._echoes[index // self.request.n].text)
             piece = replace(piece, offsets=[shift + at for at in piece.offsets])
-        return self._worded(index, piece)
+        return [self._worded(index, piece)]
 
     def echo(self, index: int, prompt: list[int], first: Piece) -> Iterator[dict[str, Any]]:
         """The echoed prompt as chunks; several of them where its logprobs are listed."""

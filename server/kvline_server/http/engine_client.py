@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
-from kvline_server.http.errors import ApiError, EngineFailed, NotRead
+from kvline_server.http.errors import ApiError, EngineFailed, GrammarFailed, NotRead
 from kvline_server.http.shared_prompts import SharedPrompts
 from kvline_server.ipc import messages
 from kvline_server.ipc.histogram import Latencies
@@ -57,6 +57,13 @@ class Received:
 
 
 NOT_FINITE = "the model computed no finite numbers for this request, so there is no next token"
+
+
+def _failure(reason: str) -> ApiError:
+    """Of a sequence; `reason`: why its grammar could not be followed, empty where it has none."""
+    if reason:
+        return GrammarFailed(f"the answer could not follow its grammar to the end: {reason}")
+    return EngineFailed(NOT_FINITE, code="not_finite")
 
 
 class EngineClient:
@@ -109,7 +116,7 @@ class EngineClient:
                 known = [item for item in items if isinstance(item, Delta)]
                 finished = bool(known) and known[-1].finish is not None
                 if finished and known[-1].finish == "error":
-                    raise EngineFailed(NOT_FINITE, code="not_finite")
+                    raise _failure(known[-1].reason)
                 if known:
                     yield known
                 for item in items:

@@ -11,10 +11,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from kvline_server.formats.events import CallArguments, Event, Reasoning, Text
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Answer, Generator, Piece, RequestLimits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.later import encode
+from kvline_server.http.pieces import Answer, Piece
 from kvline_server.http.protocol.generation import GenerationRequest, StreamOptions
+from kvline_server.http.reading import Reading
 from kvline_server.ipc.sampling_params import SamplingParams
 
 Request = TypeVar("Request", bound=GenerationRequest)
@@ -38,6 +41,12 @@ class Route(ABC, Generic[Request]):
     arrived: float  # when the request had come, by time.monotonic
     created: int = field(init=False, default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(init=False, default_factory=list)
+    reading: Reading | None = field(init=False, default=None)  # None: answers are text
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept of the request until it is answered, beside its prompts."""
+        return 0 if self.reading is None else self.reading.held
 
     def opening(self, chunks: Chunks) -> list[bytes]:
         """Chunks before those of any choice."""
@@ -48,23 +57,29 @@ class Route(ABC, Generic[Request]):
         return ()
 
     @abstractmethod
-    def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        """The piece as a choice of a chunk."""
+    def parts(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
+        """The piece as choices, each of a chunk."""
 
     async def events(
         self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent chunks of one choice; adds its usage to `chunks.totals`."""
         stops, first = self.request.stops(), True
-        async with aclosing(self.generator.follow(prompt, params, stops, self.arrived)) as pieces:
+        pieces = self.generator.follow(prompt, params, stops, self.arrived, self.reading)
+        async with aclosing(pieces):
             async for piece in pieces:
                 chunks.totals[index].count(piece)
                 if first:
                     for choice in self.echo(index, prompt, piece):
                         yield chunks.choice(choice)
                     first = False
-                if not piece.text_alone:
-                    yield chunks.choice(self.part(index, piece))
+                if not piece.goes_on:
+                    for choice in self.parts(index, piece):
+                        yield chunks.choice(choice)
+                elif piece.events:
+                    for event in piece.events:
+                        if chunk := chunks.event(index, event):
+                            yield chunk
                 elif piece.text:
                     yield chunks.text(index, piece.text)
 
@@ -91,6 +106,7 @@ class Chunks:
         self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._counts = options.continuous_usage_stats
         self._around: dict[int, list[bytes]] = {}  # the text of a choice
+        self._around_events: dict[tuple[int, int | None], list[bytes]] = {}  # of a choice's call
 
     def choice(self, choice: dict[str, Any]) -> bytes:
         tail = self._usage() if self._counts else self._tail
@@ -98,13 +114,33 @@ class Chunks:
 
     def text(self, index: int, text: str) -> bytes:
         """Of a choice that goes on, without logprobs."""
-        if self._counts:
-            return self.choice(self._work.part(index, Piece(text)))
         around = self._around.get(index)
         if around is None:
-            marked = self.choice(self._work.part(index, Piece(MARK)))
-            around = self._around[index] = marked.rsplit(ENCODED_MARK, 1)
-        return around[0] + escaped(_encode_text(text)) + around[1]
+            around = self._around[index] = self._surroundings(index, Text(MARK))
+        chunk = escaped(_encode_text(text)).join(around)
+        return chunk + self._usage() if self._counts else chunk
+
+    def event(self, index: int, event: Event) -> bytes:
+        """Likewise; nothing for one that a stream does not show."""
+        if isinstance(event, Text):
+            return self.text(index, event.text)
+        if not isinstance(event, Reasoning | CallArguments):
+            return b"".join(map(self.choice, self._work.parts(index, _piece(event))))
+        call = event.index if isinstance(event, CallArguments) else None
+        around = self._around_events.get((index, call))
+        if around is None:
+            marked = Reasoning(MARK) if call is None else CallArguments(call, MARK)
+            around = self._around_events[index, call] = self._surroundings(index, marked)
+        chunk = escaped(_encode_text(event.text)).join(around)
+        return chunk + self._usage() if self._counts else chunk
+
+    def _surroundings(self, index: int, marked: Event) -> list[bytes]:
+        """Of the places of an event's text in its chunk, which may be several."""
+        [choice] = self._work.parts(index, _piece(marked))
+        around = escaped(b"".join(encode(choice))).split(ENCODED_MARK)
+        around[0] = self._head + around[0]
+        around[-1] += b"" if self._counts else self._tail
+        return around
 
     def last(self) -> bytes:
         return self._head + self._usage()
@@ -112,6 +148,12 @@ class Chunks:
     def _usage(self) -> bytes:
         counted = usage(self._work.prompts, self.totals)
         return b'],"usage":' + msgspec.json.encode(counted) + b"}\n\n"
+
+
+def _piece(event: Event) -> Piece:
+    made = Piece()
+    made.write(event)
+    return made
 
 
 def error_event(error: ApiError) -> bytes:
@@ -150,4 +192,5 @@ def usage(prompts: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning for a in answers)},
     }

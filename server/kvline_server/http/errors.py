@@ -13,7 +13,9 @@ ApiError
 ├── TooMany        429  with Retry-After
 ├── HeadTooLarge   431
 ├── EngineFailed   500
-└── Unavailable    503
+├── GrammarFailed  503  with Retry-After
+├── Unavailable    503
+└── NoGrammar      503  with Retry-After
 """
 
 from __future__ import annotations
@@ -120,6 +122,22 @@ class EngineFailed(ApiError):
     status = 500
 
 
+class GrammarFailed(ApiError):
+    """An answer's grammar could not be followed to its end. Another try may be."""
+
+    status = 503
+    usual_code = "grammar_failed"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
 class Unavailable(ApiError):
     status = 503
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "5", "Connection": "close"}
+
+
+class NoGrammar(ApiError):
+    """What the answer must follow could not be compiled now."""
+
+    status = 503
+    usual_code = "grammar_unavailable"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}

@@ -1,6 +1,6 @@
-"""From token ids to parts of an answer: detokenises one sequence and cuts it at stop strings.
+"""Follows sequences of the engine, and gives their answers in pieces.
 
-Completions and chat differ only in the JSON of these parts.
+Completions and chat differ only in the JSON of these.
 """
 
 from __future__ import annotations
@@ -10,58 +10,24 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvline_server.http.admission import Room
 from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
+from kvline_server.http.pieces import Answer, Piece, Writing
 from kvline_server.http.protocol.generation import GenerationRequest
+from kvline_server.http.reading import Reading
 from kvline_server.http.scores import held_outputs
-from kvline_server.http.stops import StopMatcher
-from kvline_server.http.tokens import TextStream, Tokens
+from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
-from kvline_server.ipc.messages import Delta, PackedScores
+from kvline_server.ipc.messages import Delta
 from kvline_server.ipc.sampling_params import SamplingParams
 
 # One chunk of an answer has at most so many tokens, and so many with their alternatives: those that
 # wait for a client are small.
 MOST, MOST_SCORED = 16, 64
-
-
-@dataclass(slots=True)
-class Piece:
-    """The output of one or more engine steps, a chunk at most; the last piece has `finish`."""
-
-    text: str = ""
-    tokens: int = 0
-    scores: list[PackedScores] = field(default_factory=list)  # arrays until they are worded
-    offsets: list[int] = field(default_factory=list)  # in the answer's text, of each counted token
-    finish: str | None = None
-    stop: str | None = None  # the stop text that ended it
-    prompt_scores: list[PackedScores] = field(default_factory=list)
-    cached: int = 0
-
-    @property
-    def text_alone(self) -> bool:
-        return self.finish is None and not self.offsets and not self.scores
-
-
-class Answer(Piece):
-    """All pieces of a sequence as one, for clients that do not stream."""
-
-    def count(self, piece: Piece) -> None:
-        """Adds what `usage` needs; a stream keeps nothing else."""
-        self.tokens += piece.tokens
-        self.cached = max(self.cached, piece.cached)
-
-    def add(self, piece: Piece) -> None:
-        self.count(piece)
-        self.text += piece.text
-        self.prompt_scores = piece.prompt_scores or self.prompt_scores
-        self.scores += piece.scores
-        self.offsets += piece.offsets
-        self.finish = piece.finish or self.finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +63,20 @@ class Generator:
         self.traces = traces
 
     async def follow(
-        self, prompt: list[int], params: SamplingParams, stops: list[str], arrived: float
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        stops: list[str],
+        arrived: float,
+        reading: Reading | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Yields pieces until the end; closing the generator early aborts the sequence. `arrived`:
-        when its request had come, by time.monotonic."""
+        when its request had come, by time.monotonic; `reading`: None where all is text."""
         latencies, first = self.engine.latencies, True
-        stream = self.tokens.stream() if self.tokens is not None else None
-        matcher = StopMatcher(stops)
+        writing = Writing(self.tokens, params, stops, reading)
         most = min(MOST, max(1, MOST_SCORED // (1 + (params.logprobs or 0))))
+        if reading is not None and params.logprobs is not None:
+            most = 1  # so that it is known which tokens an event has come of
         async with AsyncExitStack() as stack:
             trace = self.traces.sequence(len(prompt))
             if trace is not None:
@@ -121,41 +93,15 @@ class Generator:
                 for start in range(0, len(singles), most):
                     piece = Piece()
                     for single in singles[start : start + most]:
-                        self._add(piece, single, params, stream, matcher)
-                        if matcher.found:
+                        writing.add(piece, single)
+                        if writing.ended:
                             break
                     yield piece
-                    if matcher.found:
+                    if writing.ended:
                         break
-                if matcher.found:
+                if writing.ended:
                     break
             latencies.whole.add(time.monotonic() - arrived)
-
-    @staticmethod
-    def _add(
-        piece: Piece,
-        delta: Delta,
-        params: SamplingParams,
-        stream: TextStream | None,
-        matcher: StopMatcher,
-    ) -> None:
-        """Adds a delta of one token to a piece."""
-        counted = params.max_tokens > 0
-        shown = counted and delta.finish != "stop"  # not an end-of-sequence token
-        offset = stream.sent if stream else 0
-        text = stream.push(delta.tokens[0]) if stream and shown else ""
-        piece.text += matcher.push(text)
-        if counted:  # each counted token has its entry: evaluation harnesses count them
-            piece.tokens += 1
-            piece.scores += [delta.scores] if delta.scores else []
-            if params.logprobs is not None:
-                piece.offsets.append(offset)
-        piece.prompt_scores = delta.prompt_scores or piece.prompt_scores
-        piece.finish, piece.cached = delta.finish, delta.cached
-        if delta.finish is not None and stream is not None:
-            piece.text += matcher.push(stream.flush()) + matcher.flush()
-        if matcher.found:
-            piece.finish, piece.stop = "stop", matcher.text
 
     async def answer(
         self,
@@ -164,9 +110,10 @@ class Generator:
         stops: list[str],
         arrived: float,
         room: Room,
+        reading: Reading | None,
     ) -> Answer:
         out = Answer()
-        async with aclosing(self.follow(prompt, params, stops, arrived)) as pieces:
+        async with aclosing(self.follow(prompt, params, stops, arrived, reading)) as pieces:
             async for piece in pieces:
                 room.hold(held_outputs(piece.scores))
                 out.add(piece)
@@ -178,12 +125,13 @@ class Generator:
         stops: list[str],
         arrived: float,
         room: Room,
+        reading: Reading | None = None,
     ) -> list[Answer]:
         """All answers of a request at once, with room for their scores; one failure ends the
         others."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.answer(prompt, params, stops, arrived, room))
+                group.create_task(self.answer(prompt, params, stops, arrived, room, reading))
                 for prompt, params in jobs
             ]
         return [task.result() for task in tasks]

@@ -39,7 +39,6 @@ CHAT: Neutral = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_reasoning": (True,),
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }

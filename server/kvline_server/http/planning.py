@@ -8,16 +8,20 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from kvline_server.http.admission import Room
 from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.chat import Chat
+from kvline_server.http.completions import Completion
+from kvline_server.http.envelope import Route
+from kvline_server.http.fields import Field, named
 from kvline_server.http.generate import RequestLimits
+from kvline_server.http.guarantee import Guarantee, compiled, demanded, guaranteed
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
-from kvline_server.http.served import check_served
 from kvline_server.http.service import Service
 from kvline_server.http.stream import Jobs
 
@@ -31,9 +35,10 @@ async def plan(
     route: type[Any],
     read: Read,
     id_prefix: str,
+    field: Field = str,
 ) -> tuple[Any, Jobs, Room]:
-    """`stack` holds what the request holds until it is answered. -> the route's work, its jobs and
-    their room"""
+    """`stack` holds what the request holds until it is answered; `field` is what its client calls a
+    field of what was read. -> the route's work, its jobs and their room"""
     stack.enter_context(
         service.generator.traces.request(f"POST {request.url.path}", request.headers)
     )
@@ -47,18 +52,34 @@ async def plan(
             parsed = read(parse_object(raw))
             del raw
             service.check_model(parsed.model)
-            check_served(parsed)
             id = request_id(request.headers.get("x-request-id"), id_prefix)
             work = route(id, parsed, service.generator, service.limits, arrived)
             if not renders:
-                jobs = await asyncio.to_thread(work.plan)
+                guarantee, jobs = await asyncio.to_thread(_unrendered, work)
         if renders:
-            # Without a turn: a template may take long, and completions need none.
-            await asyncio.to_thread(work.render)
-            async with turn:
-                jobs = await asyncio.to_thread(work.plan)
-    room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs, service.limits)))
+            with named(field):
+                # Without a turn: a template may take long, and completions need none.
+                guarantee = await asyncio.to_thread(_guarantee, work)
+                async with turn:
+                    jobs = await asyncio.to_thread(work.plan)
+    with named(field):
+        room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs, service.limits)))
+        if guarantee is not None:
+            # Within its room, which bounds the prompts of requests that wait for a grammar.
+            key = stack.enter_context(await compiled(service.compiler, guarantee))
+            jobs = [(prompt, msgspec.structs.replace(made, grammar=key)) for prompt, made in jobs]
     return work, jobs, room
+
+
+def _guarantee(work: Route[Any]) -> Guarantee | None:
+    """And renders what is rendered: from then on the request has no tools. Raises BadRequest."""
+    demand = demanded(work.request, work.generator)
+    prompt = work.render()[0] if isinstance(work, Chat) else ""
+    return None if demand is None else guaranteed(demand, work.generator.tokens, prompt)
+
+
+def _unrendered(work: Completion) -> tuple[Guarantee | None, Jobs]:
+    return _guarantee(work), work.plan()
 
 
 def _wanted(jobs: Jobs, limits: RequestLimits) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_server.errors import ConfigInvalid, EngineConnectionLost, InvalidFrame, ServerError
+from kvline_server.grammars.compiler import Compiler
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import create_app
@@ -99,6 +100,7 @@ class Edge:
                 launch.engine.default_max_tokens,
                 f"fp_{launch.revision or VERSION}",
             ),
+            compiler=None if arguments.grammars is None else Compiler(str(arguments.grammars)),
             root=_repository(launch.model.source),
         )
         self.key = Key(options.key) if launch.require_api_key else None

@@ -3,9 +3,8 @@ it, so `store` is answered false whatever was asked."""
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,15 +20,18 @@ from kvline_server.formats.events import (
 )
 from kvline_server.http.chat import Chat
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Piece
+from kvline_server.http.growing import GrowingText
 from kvline_server.http.later import Later
-from kvline_server.http.output import events_of
+from kvline_server.http.pieces import Piece
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
 from kvline_server.http.protocol.strict import parse
 from kvline_server.http.responses_request import Names, to_chat
-from kvline_server.http.translated import Object, Sent, Used
+from kvline_server.http.scores import held_outputs
+from kvline_server.http.translated import SENT_COPIES, Object, Sent, Used
 from kvline_server.ipc.messages import PackedScores
+
+ITEM_BYTES = 1 << 10  # of an item beside its text
 
 
 class Responses:
@@ -37,7 +39,8 @@ class Responses:
 
     def read(self, value: Object) -> ChatRequest:
         self._asked = parse(ResponsesRequest, value)
-        chat, self._names = to_chat(self._asked)
+        chat, self._names, fields = to_chat(self._asked)
+        self.field = fields.of
         # As the answer repeats them, which takes a fraction of their objects' memory.
         self._tools = msgspec.Raw(msgspec.json.encode(self._asked.tools or []))
         self._asked.input, self._asked.tools = "", None
@@ -46,16 +49,20 @@ class Responses:
     def begin(self, work: Chat) -> Iterator[Sent]:
         self._work, self._finish = work, ""
         self._number = 0
-        self._items = Items(work.id.removeprefix(self.id_prefix), self._names)
+        self._items = Items(work.id.removeprefix(self.id_prefix), self._names, work.call_id)
         self._scores: dict[int, list[PackedScores]] = {}  # by the item, of a whole answer
         self._unsent: list[PackedScores] = []  # of tokens that no text has come of yet
+        self._score_bytes = 0
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
     def write(self, piece: Piece, used: Used) -> Iterator[Sent]:
         self._finish = piece.finish or ""
         self._unsent += piece.scores
-        for event in events_of(piece):
+        self._score_bytes += held_outputs(piece.scores)
+        for event in piece.written():
+            if not isinstance(event, Text):
+                self._take()  # only the text of messages has logprobs
             for name, data in self._items.write(event):
                 if name == "response.output_text.delta":
                     data["logprobs"] = self._logprobs(data["output_index"])
@@ -90,13 +97,22 @@ class Responses:
 
     def _logprobs(self, index: int) -> list[Object]:
         """Of a delta of item `index`, and of the tokens before it that gave no text."""
-        scores, self._unsent = self._unsent, []
+        scores = self._take()
         if not self._work.request.logprobs:
             return []
         if self._work.request.stream:
             return list(self._work.entries(scores))
         self._scores.setdefault(index, []).extend(scores)
         return []
+
+    def _take(self) -> list[PackedScores]:
+        scores, self._unsent = self._unsent, []
+        if self._work.request.stream:
+            self._score_bytes = 0
+        return scores
+
+    def kept(self) -> int:
+        return self._score_bytes + SENT_COPIES * self._items.nbytes
 
     def _event(self, name: str, **data: Any) -> Sent:
         self._number += 1
@@ -159,11 +175,12 @@ def _usage(used: Used) -> Object:
 class Items:
     """From what a model writes to output items and their events, without what all events have."""
 
-    def __init__(self, suffix: str, names: Names) -> None:
+    def __init__(self, suffix: str, names: Names, call_id: Callable[[], str]) -> None:
         self.done: list[Object] = []
-        self._suffix, self._names = suffix, names
+        self._closed = 0  # bytes of these
+        self._suffix, self._names, self._call_id = suffix, names, call_id
         self._open: Object | None = None
-        self._texts: list[str] = []  # of the open item
+        self._text = GrowingText()  # of the open item
 
     def write(self, event: Event) -> Iterator[Sent]:
         if isinstance(event, Text | Reasoning):
@@ -178,6 +195,11 @@ class Items:
         elif isinstance(event, CallEnd):
             yield from self.close("completed" if event.complete else "incomplete")
 
+    @property
+    def nbytes(self) -> int:
+        """Of all items."""
+        return self._closed + len(self._text)
+
     def nothing_more(self) -> Sent | None:
         """An empty delta of the message that is open, if one is."""
         if self._open is None or self._open["type"] != "message":
@@ -188,8 +210,9 @@ class Items:
         """Ends the open item; `status`: whether all of it is there."""
         if self._open is None:
             return
-        item, text = self._open, "".join(self._texts)
-        self._open, self._texts = None, []
+        self._closed = self.nbytes + ITEM_BYTES
+        item, text = self._open, self._text.whole()
+        self._open, self._text = None, GrowingText()
         at = self._at(item)
         if item["type"] == "function_call":
             yield "response.function_call_arguments.done", {**at, "arguments": text}
@@ -216,12 +239,12 @@ class Items:
 
     def _delta(self, text: str) -> Sent:
         assert self._open is not None
-        self._texts.append(text)
+        part = self._text.add(text)
         at = self._at(self._open)
         if self._open["type"] == "function_call":
-            return "response.function_call_arguments.delta", {**at, "delta": text}
+            return "response.function_call_arguments.delta", {**at, "delta": part}
         kind = _part(self._open)["type"]
-        return f"response.{kind}.delta", {**at, "content_index": 0, "delta": text}
+        return f"response.{kind}.delta", {**at, "content_index": 0, "delta": part}
 
     def _at(self, item: Object) -> Object:
         return {"item_id": item["id"], "output_index": len(self.done)}
@@ -242,7 +265,7 @@ class Items:
         fields = {
             "status": "in_progress",
             "arguments": "",
-            "call_id": f"call_{secrets.token_hex(12)}",
+            "call_id": self._call_id(),
         }
         named = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
         return {"id": self._id("fc"), "type": "function_call", **fields, **named}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvline_server.http.errors import BadRequest
+from kvline_server.http.fields import Fields, named
 from kvline_server.http.protocol import responses as kinds
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.responses import ResponsesRequest
@@ -24,12 +25,27 @@ SAME = (
 )
 
 
-def to_chat(request: ResponsesRequest) -> tuple[ChatRequest, Names]:
+# The chat's fields, by which errors name what came from these.
+FIELDS = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
+}
+
+
+def to_chat(request: ResponsesRequest) -> tuple[ChatRequest, Names, Fields]:
     """Raises BadRequest with the place of what is wrong."""
     made: Object = {name: getattr(request, name) for name in SAME}
     made["max_completion_tokens"] = request.max_output_tokens
     names: Names = {}
-    made["tools"] = list(_tools(request.tools or [], "tools", names))
+    tools = list(_tools(request.tools or [], "tools", names))
+    made["tools"] = [tool for _, tool in tools]
+    fields = Fields(FIELDS, "parameters", [place for place, _ in tools])
     made["messages"] = _messages(request, names)
     if isinstance(request.tool_choice, kinds.NamedFunction):
         made["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
@@ -42,7 +58,8 @@ def to_chat(request: ResponsesRequest) -> tuple[ChatRequest, Names]:
     # OpenAI answers a number alone with an empty list, which nobody can have meant.
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
         made |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    return parse(ChatRequest, made), names
+    with named(fields.of):
+        return parse(ChatRequest, made), names, fields
 
 
 def _format(given: kinds.TextFormat) -> Object:
@@ -53,7 +70,10 @@ def _format(given: kinds.TextFormat) -> Object:
     return {"type": "json_schema", "json_schema": schema | described}
 
 
-def _tools(given: list[Any], place: str, names: Names, namespace: str = "") -> Iterator[Object]:
+def _tools(
+    given: list[Any], place: str, names: Names, namespace: str = ""
+) -> Iterator[tuple[str, Object]]:
+    """Each with its place."""
     for index, tool in enumerate(given):
         at = f"{place}[{index}]"
         kind = kind_of(tool)
@@ -66,7 +86,7 @@ def _tools(given: list[Any], place: str, names: Names, namespace: str = "") -> I
             if kind not in (None, "function"):
                 what = "must be function; no other tools are supported here"
                 raise _unsupported(f"{at}.type", what)
-            yield _function(parse_at(kinds.FunctionTool, tool, at), namespace, names)
+            yield at, _function(parse_at(kinds.FunctionTool, tool, at), namespace, names)
 
 
 def _function(tool: kinds.FunctionTool, namespace: str, names: Names) -> Object:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+from kvline_server.grammars.compiler import Compiler
 from kvline_server.http.admission import Admission
 from kvline_server.http.body import Bodies
 from kvline_server.http.errors import NotFound
@@ -22,6 +23,7 @@ class Service:
     bodies: Bodies
     limits: RequestLimits
     started: int = field(default_factory=lambda: int(time.time()))
+    compiler: Compiler | None = None  # of grammars
     root: str = ""  # the model's repository on the hub, where it comes from there
     rendering: asyncio.Semaphore = field(init=False)  # as many chats as processes render
 

@@ -43,6 +43,9 @@ class StopMatcher:
         return out
 
     def flush(self) -> str:
+        """What was held back; nothing that comes later makes a stop of it."""
+        for stop in self._stops:
+            stop.matched = 0
         out, self._held = self._held, ""
         return "" if self.found else out
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvline_server.http.envelope import Chunks, Route, error_event
 from kvline_server.http.errors import ApiError, EngineFailed
-from kvline_server.http.generate import Answer
+from kvline_server.http.pieces import Answer
 from kvline_server.ipc.sampling_params import SamplingParams
 
 log = logging.getLogger("kvline")

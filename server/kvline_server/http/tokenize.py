@@ -54,7 +54,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     def read(value: dict[str, Any]) -> Conversation:
         body = parse(CountTokensRequest, value)
         service.check_model(body.model)
-        return to_chat(body)
+        return to_chat(body)[0]
 
     with ExitStack() as stack:
         raw = await _received(service, request, stack)

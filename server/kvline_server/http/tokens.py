@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +46,10 @@ class Tokens:
         self._written = frozenset(written | self.special.keys())
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
         self.token_bytes = lru_cache(CACHED_TOKENS)(self._token_bytes)
+
+    def kinds(self) -> Iterator[tuple[int, str, bool]]:
+        """Of each added token: id, text, and whether it is special."""
+        return ((id, text, id in self.special_ids) for text, id in self.added.items())
 
     def encode(self, text: str, most: int = 1 << 30, special: bool = True) -> list[int]:
         """A completion prompt; special tokens in its text are encoded as such, as users of base

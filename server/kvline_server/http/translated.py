@@ -12,17 +12,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from kvline_server.http.admission import Room
 from kvline_server.http.chat import Chat
 from kvline_server.http.envelope import escaped
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Answer, Piece
+from kvline_server.http.fields import Field
+from kvline_server.http.pieces import Answer, Piece
 from kvline_server.http.planning import plan
 from kvline_server.http.protocol.chat import ChatRequest
-from kvline_server.http.scores import held_outputs
 from kvline_server.http.sending import respond, unless_gone
 from kvline_server.http.service import Service
 from kvline_server.http.stream import Jobs, api_error
 
+SENT_COPIES = 4  # of a kept text while it is sent: itself, encoded, as an event, in its connection
 Object = dict[str, Any]
 Sent = tuple[str, Object]  # an event's name and its data
 
@@ -41,6 +43,7 @@ class Translation(Protocol):
     """One request of another API: what it means, and how it is answered."""
 
     id_prefix: ClassVar[str]
+    field: Field  # its own one, by the chat's; once the request is read
 
     def read(self, value: Object) -> ChatRequest:
         """Raises BadRequest with that API's field."""
@@ -58,20 +61,25 @@ class Translation(Protocol):
         """The whole one, after `end`."""
         ...
 
+    def kept(self) -> int:
+        """Bytes that it takes: what waits for the end, with its copies then."""
+        ...
+
 
 async def translated(service: Service, request: Request, made: Translation) -> Response:
     with ExitStack() as stack:
-        work, jobs, room = await plan(service, request, stack, Chat, made.read, made.id_prefix)
+        names = made.read, made.id_prefix, lambda name: made.field(name)
+        work, jobs, room = await plan(service, request, stack, Chat, *names)
+        room.hold(work.held)
         headers = {"x-request-id": work.id, "request-id": work.id}
         if work.request.stream:
-            stream = _stream(work, jobs, made, stack.pop_all())
+            stream = _stream(work, jobs, made, room, stack.pop_all())
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
         async def whole() -> None:
             for _ in made.begin(work):
                 pass
-            async for piece, sent in _pieces(work, jobs, made):
-                room.hold(held_outputs(piece.scores))
+            async for sent in _pieces(work, jobs, made, room):
                 for _ in sent:
                     pass
 
@@ -80,28 +88,33 @@ async def translated(service: Service, request: Request, made: Translation) -> R
 
 
 async def _pieces(
-    work: Chat, jobs: Jobs, made: Translation
-) -> AsyncGenerator[tuple[Piece, Iterable[Sent]], None]:
+    work: Chat, jobs: Jobs, made: Translation, room: Room
+) -> AsyncGenerator[Iterable[Sent], None]:
     [(prompt, params)] = jobs
     total, stops = Answer(), work.request.stops()
-    async with aclosing(work.generator.follow(prompt, params, stops, work.arrived)) as pieces:
+    pieces = work.generator.follow(prompt, params, stops, work.arrived, work.reading)
+    async with aclosing(pieces):
         async for piece in pieces:
             total.count(piece)
-            used = Used(len(prompt), total.cached, total.tokens)
-            yield piece, made.write(piece, used)
-    yield Piece(), made.end(Used(len(prompt), total.cached, total.tokens))
+            yield made.write(piece, _used(prompt, total))
+            room.keep(made.kept())
+    yield made.end(_used(prompt, total))
+
+
+def _used(prompt: list[int], total: Answer) -> Used:
+    return Used(len(prompt), total.cached, total.tokens, total.reasoning)
 
 
 async def _stream(
-    work: Chat, jobs: Jobs, made: Translation, holding: ExitStack
+    work: Chat, jobs: Jobs, made: Translation, room: Room, holding: ExitStack
 ) -> AsyncGenerator[bytes, None]:
     """As stream.events: an error becomes an event, because the status line has been sent."""
     with suppress(ApiError), holding:
         for event in made.begin(work):
             yield _encoded(event)
         try:
-            async with aclosing(_pieces(work, jobs, made)) as pieces:
-                async for _, sent in pieces:
+            async with aclosing(_pieces(work, jobs, made, room)) as pieces:
+                async for sent in pieces:
                     for event in sent:
                         yield _encoded(event)
         except Exception as failure:

@@ -104,6 +104,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     output_tokens: int = 0
     draft_tokens: int = 0  # that steps had, and of these the accepted ones
     accepted_tokens: int = 0
+    failed_grammars: int = 0  # sequences that ended as their grammar could not be followed
 
 
 class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
@@ -218,6 +219,10 @@ class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):
     """Parent to engine: every other process has its memory; measure now."""
 
 
+class GrammarsReady(msgspec.Struct, tag="grammars", array_like=True):
+    """The process of grammars to the parent: it has opened the tokenizer, and serves."""
+
+
 Message = (
     Submit
     | Abort
@@ -235,6 +240,7 @@ Message = (
     | Drain
     | Serve
     | NeighboursReady
+    | GrammarsReady
 )
 
 _codec: Codec[Message] = Codec(Message)

@@ -39,9 +39,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether sampling depends on the tokens so far."""
+        """Whether the logits of tokens so far are changed."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether only some tokens may be sampled, by those so far."""
+        return bool(self.grammar) or self.thinking is not None

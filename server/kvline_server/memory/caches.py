@@ -82,8 +82,8 @@ class Caches:
         return PageTable(tuple(groups), count)
 
     def _reach(self, hashes: list[bytes]) -> int:
-        """Pages of that prefix. The head of the queue asks in each step: each group looks each page
-        up once, from the end, as a page that it lacks ends all prefixes that are longer."""
+        """Pages of that prefix. The head of the queue asks in each step: of each group a page is
+        checked once, from the end, as one that it lacks ends all prefixes that are longer."""
         count = len(hashes) if self.windows[0] else self.pools[0].prefix(hashes)
         if not self.windowed:
             return count

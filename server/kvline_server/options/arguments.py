@@ -36,6 +36,13 @@ class HttpArguments(ChildArguments, kw_only=True):
     grammars: Path | None = None  # socket of the process that compiles them
 
 
+class GrammarService(msgspec.Struct, frozen=True):
+    """Where grammars are compiled and masks filled, also by a successor of the process."""
+
+    path: Path  # of its socket
+    rows_fd: int  # shared memory for masks
+
+
 class SharedByRanks(msgspec.Struct):
     """What the processes of a model's ranks share."""
 
@@ -51,6 +58,7 @@ class EngineArguments(ChildArguments, kw_only=True):
     root: int  # pid of the process tree whose memory counts
     ranks: SharedByRanks | None = None  # None: one rank
     rank_fds: list[int] = []  # sockets, one to each other rank, in their order
+    grammars: GrammarService | None = None  # None: no request follows one
 
 
 class RankArguments(ChildArguments, kw_only=True):

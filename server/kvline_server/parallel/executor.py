@@ -49,6 +49,10 @@ class Executor(Protocol):
         """Whether `tune` has anything to choose."""
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens of the model."""
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """Of each group of layers (memory/groups.py), 0 for none."""
 
@@ -107,6 +111,10 @@ class Local:
     @property
     def tunes(self) -> bool:
         return self.worker.kernels.gemms.tunes
+
+    @property
+    def vocabulary(self) -> int:
+        return self.worker.vocabulary.size
 
     @property
     def windows(self) -> tuple[int, ...]:

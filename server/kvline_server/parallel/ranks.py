@@ -57,6 +57,10 @@ class Ranks:
         return self.local.tunes
 
     @property
+    def vocabulary(self) -> int:
+        return self.local.vocabulary
+
+    @property
     def windows(self) -> tuple[int, ...]:
         return self.local.windows
 

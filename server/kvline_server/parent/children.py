@@ -23,6 +23,7 @@ from kvline_server.options.arguments import (
     ChildArguments,
     EngineArguments,
     GrammarArguments,
+    GrammarService,
     HttpArguments,
     RankArguments,
     SharedByRanks,
@@ -114,7 +115,10 @@ def listen(host: str, port: int, processes: int) -> list[socket.socket]:
 
 
 def start_http(
-    options: Options, clients: ClientLimits, listeners: list[socket.socket]
+    options: Options,
+    clients: ClientLimits,
+    listeners: list[socket.socket],
+    grammars: GrammarService,
 ) -> list[Child]:
     """A process for each listener; they share one count of what clients hold."""
     counted, processes = totals.create(), len(listeners)
@@ -130,6 +134,7 @@ def start_http(
                 totals_fd=counted,
                 index=index,
                 processes=processes,
+                grammars=grammars.path,
             )
 
         fds = (listener.fileno(), counted)
@@ -167,7 +172,11 @@ def start_grammars(
 
 
 def start_engine(
-    options: Options, http_processes: int, ranks: int = 1, folder: Path | None = None
+    options: Options,
+    http_processes: int,
+    ranks: int = 1,
+    folder: Path | None = None,
+    grammars: GrammarService | None = None,
 ) -> list[Child]:
     """A process for each rank, in their order. Several meet in `folder`, each has a socket to rank
     0, and they share memory for steps."""
@@ -189,9 +198,11 @@ def start_engine(
                 root=root,
                 ranks=shared,
                 rank_fds=fds,
+                grammars=grammars,
             )
 
         every = (*fds, shared.steps_fd) if shared is not None else ()
+        every += () if grammars is None else (grammars.rows_fd,)
         started = [
             _spawn("kvline_server.engine_process", engine, ENGINE_MALLOC, every, http_processes)
         ]

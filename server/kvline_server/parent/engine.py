@@ -17,6 +17,7 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
 from kvline_server.ipc.messages import Message, Progress, Pulse, StepFailed
 from kvline_server.ipc.starvation import Quiet
+from kvline_server.options.arguments import GrammarService
 from kvline_server.options.options import Options
 from kvline_server.parent.children import Child, hear_last_words, start_engine
 
@@ -87,12 +88,13 @@ class EngineProcesses:
         http_processes: int,
         ranks: int,
         handle: Callable[[int, Message], None],
+        grammars: GrammarService | None = None,
     ) -> None:
         """Starts them. `handle` gets each message that is not about a rank's end, with the rank."""
         self.folder: Path | None = None
         if ranks > 1:
             self.folder = meeting_folder(options.state_dir)
-        self.ranks = start_engine(options, http_processes, ranks, self.folder)
+        self.ranks = start_engine(options, http_processes, ranks, self.folder, grammars)
         self._handle = handle
         self._reported: list[tuple[int, Termination]] = []
         self._step_failed = ""

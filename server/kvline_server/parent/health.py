@@ -61,16 +61,14 @@ class Health:
         self._notified_open = False
         self._gate_read_at = float("-inf")
 
-    def on_http_heartbeat(self, process: int, beat: EdgeBeat) -> bool:
-        """-> whether all processes are ready since this one"""
+    def on_http_heartbeat(self, process: int, beat: EdgeBeat) -> None:
         now = time.monotonic()
         with self._edge_lock:
             self._edges[process] = beat
-            before, edge = self.edge, together(self._edges)
+            edge = together(self._edges)
             self._recent.add(now, edge, self._beat.running, self._beat.waiting)
             self.edge = edge
             self._http_alive_at[process] = now
-        return edge.ready and not before.ready
 
     def watch(self, engine: Iterable[int], http: list[int]) -> None:
         """From the parent's loop, with the process ids of the ranks and of each HTTP process."""

@@ -60,6 +60,11 @@ class _Snapshot(Collector):
         yield _counter(
             "spec_decode_num_accepted_tokens", "Draft tokens accepted", b.accepted_tokens
         )
+        yield _counter(
+            "failed_grammars",
+            "Sequences that ended because their grammar could not be followed",
+            b.failed_grammars,
+        )
         yield _counter("engine_steps", "Steps run since the start", b.steps)
         yield _counter("engine_starts", "Starts of the engine process", self.starts)
         yield self._requests()

@@ -10,13 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
@@ -43,7 +41,7 @@ from kvline_server.memory.device import (
     unbounded,
 )
 from kvline_server.options.clients import LARGE_HOST, ClientLimits
-from kvline_server.options.flags import with_flag_names
+from kvline_server.options.grammars import grammar_bounds
 from kvline_server.options.options import Options
 from kvline_server.parent import stalls
 from kvline_server.parent.causes import Causes
@@ -51,8 +49,10 @@ from kvline_server.parent.children import Child, hear_last_words, listen, start_
 from kvline_server.parent.cpus import cpus, http_processes
 from kvline_server.parent.drain import END_SECONDS, MOST_END_SECONDS, DrainState
 from kvline_server.parent.engine import EngineProcesses
+from kvline_server.parent.grammars import GrammarProcess
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
+from kvline_server.parent.leave import leave, log
 from kvline_server.parent.narrator import Narrator
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.record import AttemptStore, unreadable
@@ -72,7 +72,9 @@ class Supervisor:
         self.processes = options.http_processes or http_processes(self.clients, cpus())
         self.health = Health(options, self.keeper, self.served, self.processes)
         self.starting = Quiet(lambda: self.keeper.changed_at)
+        self.grammars: GrammarProcess | None = None
         self.engine: EngineProcesses | None = None
+        self.notified: EngineProcesses | None = None  # that the other processes have their memory
         self.ranks = launch.tensor_parallel
         self.http: list[Child] = []
         self.internal: InternalServer | None = None
@@ -85,7 +87,9 @@ class Supervisor:
         try:
             self._check_flags()
             listeners = self._open_ports()
-            self.http = start_http(self.options, self.clients, listeners)
+            bounds = grammar_bounds(self.device, container_limit())
+            self.grammars = grammars = GrammarProcess(self.options, bounds, log)
+            self.http = start_http(self.options, self.clients, listeners, grammars.service)
             for index, child in enumerate(self.http):
                 child.follow(partial(self._from_http, index))
                 listeners[index].close()  # only its process keeps it open
@@ -101,6 +105,8 @@ class Supervisor:
                 child.kill()
             if self.engine is not None:
                 self.engine.kill()
+            if self.grammars is not None:
+                self.grammars.close()
             if self.causes.interrupted or (working and self.health.draining):
                 self._attempts().interrupt()
 
@@ -115,6 +121,7 @@ class Supervisor:
         drain, announced = None, False
         while not until():
             self._watch_progress()
+            self._tend_grammars()
             if tells is not None:
                 self._tell_stage(tells)
             announced = announced or announce()
@@ -137,6 +144,15 @@ class Supervisor:
         self.health.watch(engine, http)
         if self.keeper.report.state is not State.VALIDATED:
             self.starting.watch([*engine, *http])
+
+    def _tend_grammars(self) -> None:
+        """Where a process of theirs still starts, so that it is measured, the engine waits."""
+        assert self.grammars is not None
+        self.grammars.tend()
+        waiting = self.engine if self.engine is not self.notified else None
+        if waiting is not None and self.health.edge.ready and self.grammars.settled:
+            self.notified = waiting
+            waiting.first.tell(NeighboursReady())
 
     def _is_drained(self, drain: DrainState) -> bool:
         ended = self._ended_http()
@@ -223,9 +239,10 @@ class Supervisor:
         self.health.on_engine_heartbeat()
         self.causes.engine_starts()
         options = self._with_memory()
-        self.engine = EngineProcesses(options, self.processes, self.ranks, self._from_engine)
-        if self.health.edge.ready:
-            self.engine.first.tell(NeighboursReady())
+        service = self.grammars.service if self.grammars is not None else None
+        self.engine = EngineProcesses(
+            options, self.processes, self.ranks, self._from_engine, service
+        )
 
     def _with_memory(self) -> Options:
         """Ranks on a CPU divide one figure: each would find another amount free."""
@@ -238,9 +255,7 @@ class Supervisor:
 
     def _from_http(self, process: int, message: Message) -> None:
         if isinstance(message, EdgeBeat):
-            first = self.health.on_http_heartbeat(process, message)
-            if first and self.engine is not None:
-                self.engine.first.tell(NeighboursReady())
+            self.health.on_http_heartbeat(process, message)
         elif isinstance(message, Progress):
             self._log_warning(message.warning)
             self.keeper.apply(message)  # or it says why it must end
@@ -379,18 +394,3 @@ def _not_opened(what: str, host: str, port: int, error: OSError) -> ServerError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ConfigInvalid(f"--host {host} is no address of this machine: {error.strerror}")
     return PortTaken(f"{what} {shown(host, port)}: {error.strerror}")
-
-
-def log(text: str) -> None:
-    print(f"kvline-server: {text}", file=sys.stderr, flush=True)
-
-
-def leave(failure: Termination, from_flags: bool, file: Path | None) -> int:
-    """Leaves the reason in the log and the termination message. -> the exit code"""
-    log(f"{failure.name}: {with_flag_names(failure.message) if from_flags else failure.message}")
-    if file is not None:
-        try:
-            file.write_text(failure.dumps())
-        except OSError as failed:
-            log(f"termination message not written: {failed}")
-    return failure.code

@@ -228,7 +228,7 @@ class Diagnosis:
                 detail += f" on {self.name}"
             return [Taken(PROCESSES, held, detail or BEFORE)]
         parts = [
-            Taken(PROCESSES, usage.used - usage.now, "parent, HTTP and kernel"),
+            Taken(PROCESSES, usage.used - usage.now, "parent, HTTP, grammars and kernel"),
             Taken(CODE, usage.files, "file pages of what runs"),
         ]
         return [part for part in parts if part.nbytes >= MIB]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
-from kvline_contract.memory import CLIENTS
+from kvline_contract.memory import CLIENTS, GRAMMARS
 from kvline_contract.report import Effective
 from kvline_server.engine.ngrams import table_bytes
 from kvline_server.engine.scheduler import SHARED_TABLES
@@ -20,6 +20,7 @@ from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig
 from kvline_server.options.clients import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
+from kvline_server.options.grammars import SMALL
 
 DEFAULTS = {
     Device.CPU: {
@@ -68,6 +69,8 @@ class EngineSettings:
     # The widest of a model whose layers all have one; 0: some have none. The fingerprint has what
     # follows from it.
     window: int = field(default=0, repr=False)
+    # What grammars of requests may take beside the tokenizer: each rank's share, 0 on a GPU.
+    grammar_bytes: int = 0
     # Page tables of sequences that share pages: those of the stress have pages of their own.
     table_bytes_per_token: int = 0
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
@@ -117,6 +120,12 @@ class EngineSettings:
                 per_token=self.client_bytes_per_token + self.table_bytes_per_token,
                 lent=True,
                 detail="what requests make HTTP hold, and page tables",
+            ),
+            OwnedPart(
+                GRAMMARS,
+                fixed=self.grammar_bytes,
+                lent=True,
+                detail="of requests, compiled and tried",
             ),
         )
 
@@ -196,6 +205,7 @@ def resolve(
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
         window=max(model.windows) if model.windows and all(model.windows) else 0,
+        grammar_bytes=SMALL.reserved // ranks if cpu else 0,
         table_bytes_per_token=_shared_tables(
             launch.device, running, model.windows, 1 + drafts, model.heads // model.kv_heads
         ),

@@ -17,7 +17,7 @@ from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.engine.stress.bounds import Bounds, Span
-from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, on_every_rank
+from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, masked, on_every_rank
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.groups import first_page
@@ -87,4 +87,4 @@ def batch(
     most = pages_for(written) + len(work)  # pages that a step may take, and clear
     made = build(work, [list(itertools.islice(itertools.cycle(each), most)) for each in real])
     step = on_every_rank(beside(made.step, other, bounds.logprob_rows), bounds)
-    return replace(made, step=step)
+    return replace(made, step=masked(step, bounds))

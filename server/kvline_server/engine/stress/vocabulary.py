@@ -1,5 +1,5 @@
 """What the LM head adds to the largest steps: a row of another kind beside those that are sampled,
-and changes to the logits of each rank's tokens."""
+changes to the logits of each rank's tokens, and masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.model import shard
-from kvline_server.worker.step import LogitsEdits, Step
+from kvline_server.worker.step import LogitsEdits, Step, TokenMasks, mask_words
 
 # How one row of those that are sampled together differs. Rows that are alike are sampled in place;
 # beside another kind they are copied, and ranks sample each kind in another way.
@@ -30,6 +30,14 @@ def beside(step: Step, other: Other, chunk: int) -> Step:
     for name, value in other.items():
         getattr(metadata, name)[rows] = value
     return replace(step, sampling_metadata=metadata)
+
+
+def masked(step: Step, bounds: Bounds) -> Step:
+    """With a mask of each sampled row, as where all requests have a grammar. It allows everything:
+    what is forbidden takes no less."""
+    sampled = len(step.sampled_requests)
+    words = np.full(sampled * mask_words(bounds.vocabulary), -1, np.int32)
+    return replace(step, masks=TokenMasks(np.arange(sampled), words))
 
 
 def on_every_rank(step: Step, bounds: Bounds) -> Step:

@@ -94,6 +94,7 @@ class ChatRequest(Conversation, GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True  # in the answer
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_ASKED), WHOLE] | None = None
 
     @model_validator(mode="after")

@@ -8,20 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from kvline_server.grammars.grammar import MAX_BYTES, MAX_CHOICES, MAX_PATTERN
 from kvline_server.http.protocol.strict import Strict, check_depth
 from kvline_server.http.protocol.tools import MAX_SCHEMA_DEPTH
 
-MAX_SCHEMA_BYTES = 128 << 10
-MAX_CHOICES, MAX_CHOICE = 1024, 4096  # alternatives, and characters of one
-
-Grammar = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_BYTES)]
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 
 
 def check_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
     """Raises ValueError where a schema is too large or too deep to be looked at."""
     check_depth(value, MAX_SCHEMA_DEPTH)
-    if value and len(json.dumps(value, ensure_ascii=False)) > MAX_SCHEMA_BYTES:
-        raise ValueError(f"has more than {MAX_SCHEMA_BYTES} characters")
+    if value and len(json.dumps(value, ensure_ascii=False)) > MAX_BYTES:
+        raise ValueError(f"has more than {MAX_BYTES} characters")
     return value
 
 
@@ -72,7 +70,7 @@ class StructuredOutputs(Strict):
     regex: Grammar | None = None
     choice: (
         Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE)]],
+            list[Annotated[str, Field(min_length=1)]],
             Field(min_length=1, max_length=MAX_CHOICES),
         ]
         | None
@@ -81,7 +79,7 @@ class StructuredOutputs(Strict):
     json_object: Literal[True] | None = None
     structural_tag: dict[str, Any] | Grammar | None = None
     disable_any_whitespace: bool = False
-    whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
+    whitespace_pattern: Annotated[str, Field(max_length=MAX_PATTERN)] | None = None
 
     @field_validator("json_", "structural_tag")
     @classmethod
