@@ -63,7 +63,9 @@ async def plan(
                 async with turn:
                     jobs = await asyncio.to_thread(work.plan)
     with named(field):
-        room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs, service.limits)))
+        room = stack.enter_context(
+            service.admission.room(len(jobs), *_wanted(jobs, service.limits))
+        )
         if guarantee is not None:
             # Within its room, which bounds the prompts of requests that wait for a grammar.
             key = stack.enter_context(await compiled(service.compiler, guarantee))
