@@ -6,7 +6,7 @@ export KVLINE_BEGAN := $(shell date +%s)
 # Where it is set, each process compiles all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit kernels-test process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
+.PHONY: help demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit kernels-test process clients integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
 
 help: ## these words
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,9 @@ kernels-test: env ## a part of test: GPU kernels without a GPU
 
 process: env ## a part of test: whole servers
 	@$(VENV_PYTHON) tests/suite process
+
+clients: env ## clients that few programs use, in environments of their own (docs/clients.md)
+	@$(VENV_PYTHON) tests/suite clients
 
 integration: env ## a part of test: with a real API server; root
 	@$(VENV_PYTHON) tests/suite integration

@@ -16,7 +16,7 @@ from errors import ClusterError
 
 QUESTION = "What is the capital of France?"
 TASK = "What will the weather be in Paris for the next three days?"
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "forecast",

@@ -1,5 +1,6 @@
 """Resolves pyproject.toml's extras and convert.in into hash-pinned files without index addresses:
-all of them, or those that are named. Then prints what is newer today than the bounds allow.
+all of them, or those that are named, and with `npm` package-lock.json of the clients for Node.js.
+Then prints what is newer today than the bounds allow.
 
 Releases younger than seven days are left out: a bad one is usually found by then. dates.txt has the
 last day whose releases each file knows.
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+sys.path[:0] = [str(ROOT / "tests" / name) for name in ("cluster", "clients")]
 
+import environments  # noqa: E402
 import tools  # noqa: E402
 
 FOLDER = ROOT / "requirements"
@@ -32,8 +34,9 @@ def main() -> None:
     sets = {"dev": ["pyproject.toml", "--extra", "dev"]}
     for image in ("operator", "server", "cuda"):  # traces are asked for by a chart value
         sets[image] = ["pyproject.toml", "--extra", image, "--extra", "otel"]
-    for alone in ("convert", "lm-eval", "plot"):
-        sets[alone] = [f"requirements/{alone}.in"]
+    for alone in sorted(FOLDER.glob("*.in")):
+        if alone.stem != "constraints":
+            sets[alone.stem] = [f"requirements/{alone.name}"]
     for name, source in sets.items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
@@ -46,6 +49,8 @@ def main() -> None:
         dates = dict(line.split() for line in DATES.read_text().splitlines()) | {name: before}
         DATES.write_text("".join(f"{n} {day}\n" for n, day in sorted(dates.items())))
         print(f"requirements/{name}.txt")
+    if not sys.argv[1:] or "npm" in sys.argv[1:]:
+        environments.lock(before, print)
     for line in beyond(ROOT / "pyproject.toml"):
         print(f"newer than pyproject.toml allows: {line}")
 

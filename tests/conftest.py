@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 sys.path[:0] = [
-    str(Path(__file__).parent / name) for name in ("cluster", "server", "operator", "suite", ".")
+    str(Path(__file__).parent / name)
+    for name in ("cluster", "server", "operator", "suite", "clients", ".")
 ]
 
 import waiting  # noqa: E402

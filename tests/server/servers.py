@@ -104,6 +104,7 @@ class Server:
     limits: dict[str, float] = field(default_factory=dict)
     clients: dict[str, float] = field(default_factory=dict)  # of options.ClientLimits
     drain_seconds: int | None = None
+    load: LoadFormat = LoadFormat.WEIGHTS
     memory: int = 0
     gpus: int = 1  # ranks, which are processes on the CPU
     key: Path | None = None  # a file; asked of every request
@@ -116,7 +117,7 @@ class Server:
     def start(self) -> Server:
         self.scratch.mkdir(parents=True, exist_ok=True)
         config = self.scratch / "launch.json"
-        launch = launch_config(self.model, self.engine, self.capacity)
+        launch = launch_config(self.model, self.engine, self.capacity, load=self.load)
         launch = replace(
             launch,
             tensor_parallel=self.gpus,

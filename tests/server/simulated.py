@@ -113,6 +113,7 @@ class Machine:
         return (weights, *experts, OwnedPart(KV_CACHE, per_token=BYTES_PER_TOKEN))
 
     windows = (0,)
+    vocabulary = 1000
     groups = (CacheGroup(0, (0,), KVShape(1, 1, BYTES_PER_TOKEN // 8, torch.float32)),)
 
     @property
@@ -236,6 +237,7 @@ class Together:
         self.rehearsed: Step | None = None
 
     windows = (0,)
+    vocabulary = 1000
 
     @property
     def ranks(self) -> int:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,10 +70,8 @@ def play(grammars: Grammars, wanted: list[Grammar], work: Callable[..., T]) -> T
     async def main() -> T:
         compiler = Compiler(grammars.path, limit(20))
         try:
-            async with AsyncExitStack() as kept:
-                return work(
-                    *[await kept.enter_async_context(compiler.compiled(each)) for each in wanted]
-                )
+            with ExitStack() as kept:
+                return work(*[kept.enter_context(await compiler.compiled(each)) for each in wanted])
         finally:
             await compiler.close()
 

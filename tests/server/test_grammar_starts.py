@@ -23,7 +23,7 @@ from kvline_server.parent.grammars import LONGEST_FOLDER, SOCKET, socket_folder
 def compiles(path: Path) -> bytes:
     async def work() -> bytes:
         compiler = Compiler(str(path), limit(30))
-        async with compiler.compiled(Grammar("regex", "[0-9]+")) as key:
+        with await compiler.compiled(Grammar("regex", "[0-9]+")) as key:
             pass
         await compiler.close()
         return key

@@ -303,3 +303,14 @@ def test_other_refusals_have_their_codes() -> None:
     assert TooMany("x").code == "rate_limit_exceeded"
     assert NotAllowed("x").code == "method_not_supported"
     assert UnsupportedType("x").code == "unsupported_content_type"
+
+
+def test_the_message_of_a_long_prompt_has_the_words_that_clients_search_for() -> None:
+    """Some see no code: LangChain reads the text of OpenAI's error, which no longer has it."""
+    error = BadRequest("prompt: 9 tokens, the context is 8", "prompt", "context_length_exceeded")
+    assert error.body()["error"] == {
+        "message": "prompt is too long: prompt: 9 tokens, the context is 8",
+        "type": "invalid_request_error",
+        "param": "prompt",
+        "code": "context_length_exceeded",
+    }

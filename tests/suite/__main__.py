@@ -46,6 +46,7 @@ def main(wanted: list[str]) -> int:
     results.clear()
     if not wanted:
         catalogue.clear()
+    install_clients(lanes, run)
     run.install_seconds = time.time() - began
     if not wanted or "check" in wanted:
         run.checks = checks.run()
@@ -66,6 +67,17 @@ def plan(wanted: list[str]) -> list[list[Stage]]:
         named = [stage for name, stage in STAGES.items() if name in wanted]
         return [named] if named else []
     return [[STAGES[name] for name in lane] for lane in LANES]
+
+
+def install_clients(lanes: list[list[Stage]], run: Run) -> None:
+    """The environments of the clients that these stages test, where they are not in the cache."""
+    names = {stage.name for lane in lanes for stage in lane}
+    if not names & {"process", "clients"}:
+        return
+    every = ["all"] if "clients" in names else []
+    command = [sys.executable, "tests/clients/environments.py", *every]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        run.faults.append("the environments of clients could not be made")
 
 
 def one_after_the_other(

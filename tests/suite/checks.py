@@ -14,6 +14,7 @@ from stages import say
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 TESTS = (
+    "clients",
     "cluster",
     "conformance",
     "contract",

@@ -28,7 +28,7 @@ SHARED = {
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ONE_BY_ONE = ("--dist", "load", "--maxschedchunk", "1")
 KERNELS = tuple(str(path) for path in (ROOT / "tests/server").glob("test_*_kernels.py"))
-OTHERS = "kernels or process or integration or e2e or recipe or rehearsal or gpu"
+OTHERS = "kernels or process or clients or integration or e2e or recipe or rehearsal or gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ STAGES = {
         # One process, beside another stage. Its tests are few, and long.
         Stage("kernels", ("-m", "kernels", *KERNELS), ONE_THREAD),
         Stage("process", ("-n", "2", "--dist", "loadfile", "-m", "process")),
+        # A server for all of them.
+        Stage("clients", ("-v", "-m", "clients", "tests/clients")),
         # Each worker has a cluster. Tests often wait for it, so three share two cores.
         Stage("integration", ("-n", "3", "-m", "integration", "tests/integration"), clustered=True),
         # As there. A line a test, as some take minutes: the longest first, each to a free worker.

@@ -26,11 +26,8 @@ def response(error: ApiError, path: str) -> JSONResponse:
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Clients shorten their history where a message begins with these words."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    too_long = error.code == "context_length_exceeded"
-    message = f"prompt is too long: {error.message}" if too_long else error.message
     return {
         "type": "error",
-        "error": {"type": TYPES.get(error.status, kind), "message": message},
+        "error": {"type": TYPES.get(error.status, kind), "message": error.shown},
     }

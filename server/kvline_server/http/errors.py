@@ -38,10 +38,17 @@ class ApiError(Exception):
         self.param = param[:100] if param else None
         self.code = code or self.usual_code
 
+    @property
+    def shown(self) -> str:
+        """The message. Clients shorten their history where it has the words for a long prompt:
+        LangChain no longer sees the code, and Anthropic's errors have none."""
+        too_long = self.code == "context_length_exceeded"
+        return f"prompt is too long: {self.message}" if too_long else self.message
+
     def body(self) -> dict[str, object]:
         return {
             "error": {
-                "message": self.message,
+                "message": self.shown,
                 "type": self.type,
                 "param": self.param,
                 "code": self.code,

@@ -41,6 +41,7 @@ from kvline_server.memory.device import (
     unbounded,
 )
 from kvline_server.options.clients import LARGE_HOST, ClientLimits
+from kvline_server.options.flags import with_flag_names
 from kvline_server.options.grammars import grammar_bounds
 from kvline_server.options.options import Options
 from kvline_server.parent import stalls

@@ -11,7 +11,7 @@ KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
 interpreter lock; KVLINE_FAULT_FRAMES=engine|http|parent makes what that process sends (of the
 engine, its answers) unreadable;
-KVLINE_WATCH_LOOP=file is of loopwatch.py.
+KVLINE_WATCH_LOOP=file is of loopwatch.py, KVLINE_FORCED=file of forced.py.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ if STEP and BREAKS:
     break_step()
 elif STEP and not OF_ENGINE and HTTP not in arguments:
     count_kills()
+if "KVLINE_FORCED" in os.environ and ENGINE in arguments:
+    importlib.import_module("forced").force(os.environ["KVLINE_FORCED"])
 if "KVLINE_FAULT_COPY" in os.environ and ENGINE in arguments:
     slow_copies()
 OWN = "engine" if OF_ENGINE else "http" if HTTP in arguments else "parent"
