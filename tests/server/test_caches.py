@@ -216,8 +216,8 @@ def test_a_prompt_that_waits_is_looked_up_once(windows: tuple[int, ...], seen: i
     """The head of the queue asks in each step. Of a window only its own pages are looked up, and no
     page twice where nothing is known."""
     caches = Caches(windows, (3000,) * len(windows), 8192)
-    known = [Digest(n.to_bytes(4, "big")) for n in range(2048)]
-    others = [Digest(b"x" + each) for each in known]
+    known: list[bytes] = [Digest(n.to_bytes(4, "big")) for n in range(2048)]
+    others: list[bytes] = [Digest(b"x" + each) for each in known]
     table = caches.match([])
     caches.grow(table, 2048 * PAGE_SIZE)
     caches.publish(table, 0, known)
