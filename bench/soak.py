@@ -23,7 +23,7 @@ from shapes import SHAPES
 from kvline_contract.launch import Method, Speculation
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.speculation import drafts
+from kvline_server.engine.speculation import may_draft
 from kvline_server.engine.stress.steps import worst_params
 from kvline_server.errors import DeviceOutOfMemory, StepFailed
 from kvline_server.ipc.sampling_params import SamplingParams
@@ -65,7 +65,7 @@ class Always:
 
     def draft(self, sequence: Sequence, most: int) -> list[int]:
         room = sequence.limit - len(sequence.tokens) - 1
-        count = min(self.most, most, room) if drafts(sequence.params) else 0
+        count = min(self.most, most, room) if may_draft(sequence.params) else 0
         return [1 + sequence.id % 50] * max(0, count)
 
 

@@ -361,7 +361,7 @@ class Load:
     kv_tokens: int = field("kvTokens")
     used_tokens: int
     evictable_tokens: int
-    waiting_prompt_tokens: int
+    waiting_prompt_tokens: int  # KV tokens that waiting prompts will take
     running: int
     waiting: int
     refused_last60s: int  # sequences answered 429; older servers, without `retrying`: any 4xx

@@ -81,6 +81,8 @@ def play(
             if id % ABORTED == 0 and sum(len(o.tokens) for o in out[id]) >= 2:
                 made.abort(id)
         made.caches.check([each.table for each in made.scheduler.running])
+        # The memory of these tables is that of running sequences.
+        assert all(each.ngrams is None for each in made.scheduler.waiting)
     assert all(pool.used == 0 for pool in made.caches.pools)
     assert not made.sequences
     return out

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import SHARED_TABLES, Scheduler, Work
 from kvline_server.engine.speculation import accepted
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.arena import HostArena, KVShape
@@ -183,6 +183,77 @@ def test_a_prefix_is_found_as_far_as_every_group_has_the_last_window_before_it(
     assert [group.first for group in table.groups] == [0, reached - 3]
     caches.release(table)
     assert caches.match(chain[: reached - 1]).pages == 0, "its last window is not whole"
+
+
+def test_a_prompt_with_a_hit_waits_for_no_pages_that_windows_gave_up() -> None:
+    """Five sequences hold 2 pages each of a window of 16; all pages that they ever had are more
+    than page tables may have."""
+    caches, scheduler, model = playing((16,), 8, 16, 256)
+    for id in range(5):
+        scheduler.add(asked(id, 320, 300, id))
+    while any(each.uncomputed > 1 for each in scheduler.running) or scheduler.waiting:
+        step(scheduler, model, [])
+    twin = next(each for each in scheduler.running if each.id == 3)
+    one = Sequence(99, list(twin.tokens), len(twin.tokens), SamplingParams(max_tokens=300))
+    scheduler.add(one)
+    step(scheduler, model, [])
+    assert one in scheduler.running and one.cached >= 320
+    assert sum(each.table.pages for each in scheduler.running) > SHARED_TABLES * caches.total
+
+
+class Digest(bytes):
+    """A key that counts how often it is looked up."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        Digest.lookups += 1
+        return super().__hash__()
+
+
+@pytest.mark.parametrize(("windows", "seen"), [((0, 1024), 2048 + 64), ((4096,), 256)])
+def test_a_prompt_that_waits_is_looked_up_once(windows: tuple[int, ...], seen: int) -> None:
+    """The head of the queue asks in each step. Of a window only its own pages are looked up, and no
+    page twice where nothing is known."""
+    caches = Caches(windows, (3000,) * len(windows), 8192)
+    known: list[bytes] = [Digest(n.to_bytes(4, "big")) for n in range(2048)]
+    others: list[bytes] = [Digest(b"x" + each) for each in known]
+    table = caches.match([])
+    caches.grow(table, 2048 * PAGE_SIZE)
+    caches.publish(table, 0, known)
+    Digest.lookups = 0
+    assert caches._reach(known) == 2048
+    assert Digest.lookups <= seen
+    Digest.lookups = 0
+    assert caches._reach(others) == 0
+    assert Digest.lookups <= 2048
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from([(0,), (0, 33), (0, 17, 65), (33,), (65, 17), (49, 1)]),
+    st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=3, max_size=3),
+)
+def test_the_longest_prefix_is_found_whatever_a_group_has_lost(
+    windows: tuple[int, ...], lost: list[list[bool]]
+) -> None:
+    caches = Caches(windows, (13,) * len(windows), 16)
+    hashes = [bytes([n]) for n in range(12)]
+    table = caches.match([])
+    caches.grow(table, 12 * PAGE_SIZE)
+    caches.publish(table, 0, hashes)
+    known = [[not gone for gone in each] for each in lost[: len(windows)]]
+    for pool, group, kept in zip(caches.pools, table.groups, known, strict=True):
+        pool.retract([page for page, has in zip(group.pages, kept, strict=True) if not has])
+    longest = max(
+        count
+        for count in range(13)
+        if all(all(k[first_page(w, count) : count]) for k, w in zip(known, windows, strict=True))
+    )
+    found = caches.match(hashes)
+    assert found.pages == longest
+    caches.release(found)
+    caches.check([table])
 
 
 def test_what_was_not_finite_leaves_every_group() -> None:

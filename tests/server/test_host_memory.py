@@ -110,7 +110,7 @@ def test_prompts_of_one_request_are_bounded_together_before_all_are_tokenised(
     limits = RequestLimits("tiny", 307, 512, 20, max_prompt_tokens=1000)
     generator = Generator(EngineClient(9), Tokens(tiny_model, max_text=1000), Traces(None))
     body = {"model": "tiny", "prompt": ["x" * 400] * 3}
-    with pytest.raises(BadRequest, match="takes 1000 tokens in a request"):
+    with pytest.raises(BadRequest, match="takes 1000 KV tokens in a request"):
         Completion("id", parse(CompletionRequest, body), generator, limits, 0.0).plan()
     body["prompt"] = ["x" * 400] * 2
     assert len(Completion("id", parse(CompletionRequest, body), generator, limits, 0.0).plan()) == 2

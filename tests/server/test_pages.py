@@ -3,8 +3,6 @@ owner as it is. Invariant 2."""
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ from kvline_server.memory.pages import DUMMY_PAGE, PagePool, extend_chain, pages
 
 
 def match(pool: PagePool, hashes: list[bytes]) -> list[int]:
-    return pool.hold(list(takewhile(pool.has, hashes)))
+    return pool.hold(hashes[: pool.prefix(hashes)])
 
 
 class Pool(RuleBasedStateMachine):

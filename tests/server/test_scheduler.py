@@ -133,6 +133,40 @@ def test_a_large_step_fills_whole_waves_while_prompts_queue_and_delays_none() ->
     assert step(alone, []) and alone.idle, "a prompt that nobody waits behind is not cut"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ((900, 900, 300), (900, 900, 248)),
+        ((1030, 1030, 10), (1030, 1018)),
+        ((2040, 5, 5, 5), (2040, 5, 3)),
+    ],
+)
+def test_what_a_large_step_cuts_from_prompts_runs_in_the_next(
+    lengths: tuple[int, ...], rows: tuple[int, ...]
+) -> None:
+    """Also all rows of one, whose time in the queue ends with its first. Each token is computed
+    once."""
+    scheduler = Scheduler(Caches((0,), (8000,), 64), len(lengths), 4 * WAVE)
+    asked = [sequence(id, length, 3, 4000 * id) for id, length in enumerate((*lengths, 1, 1, 1))]
+    for each in asked:
+        scheduler.add(each)
+    admitted, computed, done = asked[: len(lengths)], dict.fromkeys(asked, 0), list[int]()
+    while not scheduler.idle:
+        first = not computed[asked[0]]
+        work = step(scheduler, done)
+        if first:
+            assert tuple(w.rows for w in work) == rows
+            assert list(scheduler.running) == admitted and len(scheduler.waiting) == 3
+        for w in work:
+            assert w.start == computed[w.sequence]
+            computed[w.sequence] += w.rows
+        assert all((each.waited is None) == (not rows) for each, rows in computed.items())
+        if not first:
+            assert all(computed[each] >= each.prompt_length for each in admitted)
+    assert sorted(done) == list(range(len(asked)))
+    assert all(rows == each.prompt_length + 2 for each, rows in computed.items())
+
+
 @pytest.mark.parametrize("running", [1, 2, 512, 1024, 1025, 1500, 4096])
 def test_no_number_of_running_sequences_starves_a_prompt(running: int) -> None:
     """All but one of them decode without end, others queue, and a step fills whole waves: the one

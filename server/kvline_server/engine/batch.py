@@ -35,11 +35,7 @@ class Batch:
     scored: tuple[ScoredRun, ...]
     sampled: list[Sequence]  # those that are, in the order of their rows
     drafts: list[Items[int]]  # of each of them; empty where none has any
-
-    @property
-    def counts(self) -> list[int]:
-        """Sampled rows of each."""
-        return [1 + len(each) for each in self.drafts] or [1] * len(self.sampled)
+    counts: list[int]  # sampled rows of each
 
     def split(self, tokens: list[int]) -> list[list[int]]:
         """Those of each, of one token a sampled row."""
@@ -101,8 +97,8 @@ class Rows:
         single = 0 if self.drafting else len(decodes)
         layout = _layout(decodes + prompts, single, len(decodes), cleared)
         ahead: np.ndarray | int = 0
+        counts = [1 + len(drafts) for drafts in self.drafts] or [1] * len(sampled)
         if self.drafting:  # a sequence for each sampled row
-            counts = [1 + len(drafts) for drafts in self.drafts]
             sampled = [s for s, n in zip(sampled, counts, strict=True) for _ in range(n)]
             ahead = np.concatenate([np.arange(n, dtype=np.uint64) for n in counts])
         requests = np.asarray([s.request_index for s in sampled], dtype=np.int64)
@@ -126,7 +122,7 @@ class Rows:
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
         )
-        return Batch(step, tuple(self.scored), self.sampled, self.drafts)
+        return Batch(step, tuple(self.scored), self.sampled, self.drafts, counts)
 
 
 def _token_ids(decodes: list[Work], prompts: list[Work], drafting: bool) -> np.ndarray:

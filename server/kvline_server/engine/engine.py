@@ -206,7 +206,9 @@ class Engine:
         computed = len(sequence.tokens) - 1
         self.scheduler.confirm(sequence, computed)
         self.scheduler.truncate(sequence, computed)
-        self._count(len(drafts), len(new) - 1)
+        if self.speculation is not None:
+            self.speculation.drafted += len(drafts)
+            self.speculation.accepted += len(new) - 1
         if finish is not None:
             self.abort(sequence.id)
         return Output(sequence, new, scores and scores.rows(0, len(new)), finish)
@@ -248,16 +250,11 @@ class Engine:
         self.abort(sequence.id)
         return Output(sequence, [], None, "error")
 
-    def _count(self, drafted: int, accepted: int) -> None:
-        if self.speculation is not None:
-            self.speculation.drafted += drafted
-            self.speculation.accepted += accepted
-
     def _note(self, speculation: Speculation, launched: _Launched, tokens: int) -> None:
         """What drafts gave, and what the step took, of a step that was read."""
         batch, now = launched.batch, time.monotonic()
         for sequence in batch.sampled:
-            if not sequence.ended:
+            if sequence in self.scheduler.running:  # one that waits has no tables
                 speculation.read(sequence)
         layout = batch.step.layout
         if layout.decodes == layout.sequences:

@@ -78,7 +78,7 @@ class Sequence:
     sampling_row: bytes = field(init=False)  # one element of SAMPLING_ROW
     not_finite: bool = False  # a prompt position's logits were not finite
     submitted: float = field(default_factory=time.monotonic)
-    waited: float | None = None  # seconds until it was admitted
+    waited: float | None = None  # seconds until its first rows were scheduled
 
     def __post_init__(self) -> None:
         p = self.params

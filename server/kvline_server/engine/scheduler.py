@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
-from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.memory.pages import PAGE_SIZE
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
 # H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
@@ -72,6 +72,7 @@ class Scheduler:
         self._request_indices = list(range(max_running))
         self._step = 0
         self._penalised_left = 0  # pages, in this step
+        self._starting = False  # whether running sequences have had no rows yet
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -125,6 +126,8 @@ class Scheduler:
             budget -= taken
         if self.waiting:
             _trim_to_wave(work)
+        if self._starting:
+            self._end_wait(work)
         return work
 
     def advance(self, work: list[Work]) -> None:
@@ -199,7 +202,7 @@ class Scheduler:
         """Draft tokens of a sequence, `spare` at most. They take a page only while each running
         sequence could take one beside it, or a decode of this step would preempt for it."""
         if self.speculation is None or sequence.pending:
-            return ()
+            return NO_DRAFTS
         drafts, table = self.speculation.draft(sequence, spare), sequence.table
         tokens, room = sequence.computed + 1 + len(drafts), table.tokens - sequence.computed - 1
         if len(drafts) <= room or self.caches.fits(table, tokens, len(self.running)):
@@ -235,7 +238,7 @@ class Scheduler:
         return self._continue(sequence, min(sequence.uncomputed, budget), work) if budget else 0
 
     def _continue(
-        self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = ()
+        self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = NO_DRAFTS
     ) -> int:
         busy: set[int] = set()
         while not self.caches.grow(sequence.table, sequence.computed + count):
@@ -264,16 +267,26 @@ class Scheduler:
         sequence.computed = matched.pages * PAGE_SIZE
         sequence.published = matched.pages
         if sequence.waited is None:
-            sequence.waited = time.monotonic() - sequence.submitted
             sequence.cached = sequence.computed
+            self._starting = True
         return self._chunk(sequence, budget, work)
+
+    def _end_wait(self, work: list[Work]) -> None:
+        """Of sequences with their first rows: a step may have cut off all rows of one that it
+        admitted."""
+        now = time.monotonic()
+        for sequence, *_ in work:
+            if sequence.waited is None:
+                sequence.waited = now - sequence.submitted
+        self._starting = any(each.waited is None for each in self.running)
 
     def _shares_too_much(self, sequence: Sequence, matched: PageTable) -> bool:
         """Whether page tables would have more pages beside it than is reserved for."""
         if not (matched.pages and self.running):
             return False
-        others = sum(each.table.pages for each in self.running)
-        return others + pages_for(len(sequence.tokens)) > SHARED_TABLES * self.caches.total
+        others = sum(each.table.held for each in self.running)
+        own = self.caches.most_held(len(sequence.tokens))
+        return others + own > SHARED_TABLES * self.caches.total
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its output tokens and prompt logprobs are kept."""

@@ -75,7 +75,7 @@ class Speculation:
 
     def read(self, sequence: Sequence) -> None:
         """Its new tokens."""
-        if drafts(sequence.params):
+        if may_draft(sequence.params):
             if sequence.ngrams is None:
                 sequence.ngrams = Ngrams(sequence.limit)
             sequence.ngrams.read(sequence.tokens)
@@ -114,7 +114,7 @@ def accepted(drafts: Items[int], sampled: Items[int]) -> int:
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(drafts))
 
 
-def drafts(params: SamplingParams) -> bool:
+def may_draft(params: SamplingParams) -> bool:
     """Whether a request's decodes have draft tokens: none whose logits are edited, as penalties are
     of the tokens so far."""
     return not (params.has_penalties or params.logit_bias)

@@ -139,7 +139,9 @@ class EngineProcess:
                 kv_tokens=caches.total * PAGE_SIZE,
                 used_tokens=caches.used * PAGE_SIZE,
                 evictable_tokens=caches.cached * PAGE_SIZE,
-                waiting_prompt_tokens=sum(len(s.tokens) for s in scheduler.waiting),
+                waiting_prompt_tokens=sum(
+                    caches.sequence_tokens(len(s.tokens)) for s in scheduler.waiting
+                ),
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 preemptions=scheduler.preemptions,

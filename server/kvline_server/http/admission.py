@@ -122,8 +122,8 @@ class Admission:
 
     @contextmanager
     def room(self, sequences: int, tokens: int, nbytes: int = 0) -> Iterator[Room]:
-        """Holds room for sequences of so many prompt tokens in all, and so many bytes of scores.
-        Raises TooMany, and BadRequest where no wait would help."""
+        """Holds room for sequences whose prompts take so many KV tokens in all, and so many bytes
+        of scores. Raises TooMany, and BadRequest where no wait would help."""
         if sequences > self.max_sequences:
             raise BadRequest(
                 f"prompt: {sequences} choices (prompts times n) in one request; this server takes "
@@ -132,7 +132,7 @@ class Admission:
             )
         if tokens > self.max_tokens:
             raise BadRequest(
-                f"prompt: {tokens} tokens in one request; this server takes {self.max_tokens}",
+                f"prompt: {tokens} KV tokens in one request; this server takes {self.max_tokens}",
                 "prompt",
             )
         self.check_held(nbytes)

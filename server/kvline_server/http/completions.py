@@ -49,10 +49,12 @@ class Completion(Route[CompletionRequest]):
         for prompt in self.request.prompt:
             ids = self._encode(prompt)
             check_prompt(ids, self.limits, "prompt")
-            total += len(ids)
+            total += self.limits.kv_tokens(ids)
             if total > self.limits.max_prompt_tokens:
                 most = self.limits.max_prompt_tokens
-                raise BadRequest(f"prompt: this server takes {most} tokens in a request", "prompt")
+                raise BadRequest(
+                    f"prompt: this server takes {most} KV tokens in a request", "prompt"
+                )
             self.prompts.append(ids)
             if self.request.echo:
                 self._echoes.append(self._echo_of(prompt, ids))

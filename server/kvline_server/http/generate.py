@@ -38,9 +38,15 @@ class RequestLimits:
     vocabulary: int
     max_model_len: int
     max_top_logprobs: int
-    max_prompt_tokens: int  # of all prompts of a request
+    max_prompt_tokens: int  # of the KV cache, of all prompts of a request
     default_max_tokens: int | None = None  # of a chat that asks for no number
     fingerprint: str | None = None  # of all that pods of one revision have in common
+    max_sequence_tokens: int | None = None  # of the KV cache, of a prompt; None: all of its own
+
+    def kv_tokens(self, prompt: list[int]) -> int:
+        """That it takes of the KV cache."""
+        most = self.max_sequence_tokens
+        return len(prompt) if most is None else min(len(prompt), most)
 
 
 class Generator:

@@ -17,6 +17,7 @@ from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.envelope import Route
 from kvline_server.http.fields import Field, named
+from kvline_server.http.generate import RequestLimits
 from kvline_server.http.guarantee import Guarantee, compiled, demanded, guaranteed
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.request_id import request_id
@@ -62,7 +63,9 @@ async def plan(
                 async with turn:
                     jobs = await asyncio.to_thread(work.plan)
     with named(field):
-        room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
+        room = stack.enter_context(
+            service.admission.room(len(jobs), *_wanted(jobs, service.limits))
+        )
         if guarantee is not None:
             # Within its room, which bounds the prompts of requests that wait for a grammar.
             key = stack.enter_context(await compiled(service.compiler, guarantee))
@@ -81,12 +84,12 @@ def _unrendered(work: Completion) -> tuple[Guarantee | None, Jobs]:
     return _guarantee(work), work.plan()
 
 
-def _wanted(jobs: Jobs) -> tuple[int, int]:
-    """Prompt tokens, and bytes of the prompts' scores. Those of output tokens are counted as they
-    come: most answers end long before max_tokens."""
+def _wanted(jobs: Jobs, limits: RequestLimits) -> tuple[int, int]:
+    """KV tokens of the prompts, and bytes of the prompts' scores. Those of output tokens are
+    counted as they come: most answers end long before max_tokens."""
     nbytes = sum(
         held(len(prompt), params.prompt_logprobs)
         for prompt, params in jobs
         if params.prompt_logprobs is not None
     )
-    return sum(len(prompt) for prompt, _ in jobs), nbytes
+    return sum(limits.kv_tokens(prompt) for prompt, _ in jobs), nbytes

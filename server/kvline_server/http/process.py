@@ -175,6 +175,7 @@ class Edge:
             max_model_len=effective.max_model_len,
             max_top_logprobs=effective.max_top_logprobs,
             max_prompt_tokens=admission.max_tokens,
+            max_sequence_tokens=message.sequence_tokens,
         )
         self._tell_parent()
 

@@ -96,7 +96,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     kv_tokens: int = 0
     used_tokens: int = 0
     evictable_tokens: int = 0
-    waiting_prompt_tokens: int = 0
+    waiting_prompt_tokens: int = 0  # of the KV cache, that they will take
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
@@ -212,6 +212,7 @@ class Serve(msgspec.Struct, tag="serve", array_like=True):
 
     effective: Effective
     kv_tokens: int
+    sequence_tokens: int | None  # of these, that a sequence takes at most; None: one a token
 
 
 class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from kvline_server.memory.groups import first_page, pages_at_most
+from kvline_server.memory.groups import first_page, pages_at_most, sequence_tokens
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 
 
@@ -35,6 +35,11 @@ class PageTable:
         """That have pages, in whole pages."""
         return self.pages * PAGE_SIZE
 
+    @property
+    def held(self) -> int:
+        """Pages that it holds in the first group, which has the most."""
+        return len(self.groups[0].pages)
+
 
 class Caches:
     def __init__(self, windows: tuple[int, ...], pages: tuple[int, ...], rows: int) -> None:
@@ -57,6 +62,15 @@ class Caches:
     def cached(self) -> int:
         return self.pools[0].cached
 
+    def sequence_tokens(self, tokens: int) -> int:
+        """Of the KV cache that a sequence of so many takes."""
+        return sequence_tokens(self.windows[0], tokens)
+
+    def most_held(self, tokens: int) -> int:
+        """PageTable.held of a sequence of so many tokens, at most."""
+        pages, most = pages_for(tokens), self._most[0]
+        return min(pages, most) if most else pages
+
     def match(self, hashes: list[bytes]) -> PageTable:
         """Pages of the longest prefix of `hashes` which every group has as much of as the next
         query sees."""
@@ -68,20 +82,24 @@ class Caches:
         return PageTable(tuple(groups), count)
 
     def _reach(self, hashes: list[bytes]) -> int:
-        """Pages of that prefix."""
+        """Pages of that prefix. The head of the queue asks in each step: of each group a page is
+        checked once, from the end, as one that it lacks ends all prefixes that are longer."""
+        count = len(hashes) if self.windows[0] else self.pools[0].prefix(hashes)
         if not self.windowed:
-            missing = (at for at, digest in enumerate(hashes) if not self.pools[0].has(digest))
-            return next(missing, len(hashes))
-        found, runs = 0, [0] * len(self.pools)
-        for count, digest in enumerate(hashes, 1):
-            for group, pool in enumerate(self.pools):
-                runs[group] = runs[group] + 1 if pool.has(digest) else 0
-            seen = (count - first_page(window, count) for window in self.windows)
-            if all(run >= pages for run, pages in zip(runs, seen, strict=True)):
-                found = count
-            elif not self.windows[0] and runs[0] < count:
-                break
-        return found
+            return count
+        found = [count] * len(self.pools)  # each group has the pages from here to `count`
+        while True:
+            before = count
+            for group, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+                first = first_page(window, count)
+                if window and first < found[group]:
+                    end = pool.end(hashes, first, min(count, found[group]))
+                    if end is None:
+                        found[group] = first
+                    else:
+                        found[group] = count = end
+            if count == before:
+                return count
 
     def fits(self, table: PageTable, tokens: int, beside: int) -> bool:
         """Whether a sequence of so many tokens can run on with these pages, step by step, and

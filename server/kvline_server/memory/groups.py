@@ -52,6 +52,11 @@ def pages_at_most(window: int, rows: int) -> int:
     return pages_for(window - 1) + pages_for(PAGE_SIZE - 1 + rows)
 
 
+def sequence_tokens(window: int, tokens: int) -> int:
+    """KV tokens that a sequence of so many takes in a group."""
+    return min(tokens, PAGE_SIZE * pages_at_most(window, 1)) if window else tokens
+
+
 def parts(groups: tuple[CacheGroup, ...]) -> tuple[OwnedPart, ...]:
     """As sizing adds them up: what CacheSizes.pages has of each."""
     first, *others = groups
@@ -96,7 +101,7 @@ class CacheSizes:
     def sequence_tokens(self, longest: int) -> int | None:
         """Of the KV cache that a sequence of so many takes; None where these are all."""
         window = self.groups[0].window
-        return min(longest, PAGE_SIZE * pages_at_most(window, 1)) if window else None
+        return sequence_tokens(window, longest) if window else None
 
 
 class GroupedArena:

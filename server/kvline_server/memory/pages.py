@@ -90,9 +90,21 @@ class PagePool:
             taken.append(page)
         return taken
 
-    def has(self, digest: bytes) -> bool:
-        """Whether the prefix cache has a page of this content."""
-        return digest in self._page_of
+    def prefix(self, hashes: Sequence[bytes]) -> int:
+        """How many of these contents the prefix cache has before the first that it lacks."""
+        known = self._page_of
+        return next((at for at, digest in enumerate(hashes) if digest not in known), len(hashes))
+
+    def end(self, hashes: Sequence[bytes], first: int, last: int) -> int | None:
+        """Where the contents end that stand before the last ones of first..last that it lacks;
+        None: it lacks none."""
+        known = self._page_of
+        for at in range(last - 1, first - 1, -1):
+            if hashes[at] not in known:
+                while at and hashes[at - 1] not in known:
+                    at -= 1
+                return at
+        return None
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """The pages of these contents, all of which it has, each with one more reference."""

@@ -291,7 +291,7 @@ class Supervisor:
         if self.engine is not None:
             for child, connection in zip(self.http, self.engine.first.others, strict=True):
                 child.hand(connection)
-        self._tell_http(Serve(effective, result.kv_tokens))
+        self._tell_http(Serve(effective, result.kv_tokens, result.sequence_tokens))
 
     def _tell_http(self, message: Message) -> None:
         for child in self.http:

@@ -14,7 +14,7 @@ from kvline_server.engine.speculation import decode_rows
 from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.sampling import LOGIT_BLOCK
 from kvline_server.memory import parts
-from kvline_server.memory.groups import CacheGroup, CacheSizes
+from kvline_server.memory.groups import CacheGroup, CacheSizes, sequence_tokens
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import shard
@@ -61,6 +61,9 @@ class EngineSettings:
     # rank's share, as they share the CPU's memory. 0 on a GPU, whose memory HTTP does not share.
     client_bytes: int = 0
     client_bytes_per_token: int = 0
+    # The widest of a model whose layers all have one; 0: some have none. The fingerprint has what
+    # follows from it.
+    window: int = field(default=0, repr=False)
     # What grammars of requests may take beside the tokenizer: each rank's share, 0 on a GPU.
     grammar_bytes: int = 0
     # Page tables of sequences that share pages: those of the stress have pages of their own.
@@ -80,6 +83,7 @@ class EngineSettings:
             made,
             mixed_prefill_tokens=mixed and min(mixed, made.max_prefill_tokens),
             client_bytes=made.clients() if self.client_bytes else 0,
+            client_bytes_per_token=made.queued() if self.client_bytes_per_token else 0,
             table_bytes_per_token=self.table_bytes_per_token * (made.max_running_requests > 1),
         )
 
@@ -97,6 +101,13 @@ class EngineSettings:
         if self.draft_tokens:
             taken += self.max_running_requests * table_bytes(self.wanted_len)
         return taken // self.ranks
+
+    def queued(self) -> int:
+        """`client_bytes_per_token` on a CPU: prompts are admitted by what windows keep of them."""
+        longest = self.wanted_len
+        window = self.window if self.window < longest else 0
+        most = -(-longest // sequence_tokens(window, longest))
+        return most * (QUEUED_BYTES + ENGINE_QUEUED_BYTES) // self.ranks
 
     def reserved(self, kv_tokens: int = 0) -> int:
         """Bytes beside a KV cache of so many tokens, allocated while its size is validated."""
@@ -200,11 +211,15 @@ def resolve(
         logprob_rows=logprob_rows(memory_limit, model.vocabulary, defaults["block"]),
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
-        client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if cpu else 0,
+        window=max(model.windows) if model.windows and all(model.windows) else 0,
         grammar_bytes=SMALL.reserved // ranks if cpu else 0,
         kv_cache_dtype=requested.kv_cache_dtype or KVCacheDtype.AUTO,
         http_processes=http_processes,
         ranks=ranks,
         draft_tokens=drafts,
     )
-    return replace(settings, client_bytes=settings.clients()) if cpu else settings
+    if not cpu:
+        return settings
+    return replace(
+        settings, client_bytes=settings.clients(), client_bytes_per_token=settings.queued()
+    )

@@ -62,7 +62,7 @@ class Worker:
         requests: int,
         decode_rows: int = 0,
     ) -> None:
-        """Of `slots` sequences at once, whose decodes have `decode_rows` in a step; 0: one each."""
+        """For `requests` at once, whose decodes have `decode_rows` in a step; 0: one each."""
         self.decoder = decoder
         self.kernels = decoder.kernels
         self.vocabulary = Vocabulary(self.kernels, decoder.config.vocabulary)
