@@ -13,7 +13,7 @@ from service import Service, condition, is_ready, is_rejected, is_up_to_date
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "smollm2"
-STEPS = 13
+STEPS = 14
 SECONDS = 600  # that a step may take
 REFUSED = """
 apiVersion: serving.kvline.dev/v1alpha1
