@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 from tool_examples import Example, examples
 from tool_families import ALL, FAMILIES, ids, read, tokens
 
-from kvline_server.formats.events import CallArguments, CallStart, Event, Reasoning, Text
+from kvline_server.formats.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from kvline_server.http.answering import Answering
 from kvline_server.http.message import call_id, message
 from kvline_server.http.pieces import Piece
+from kvline_server.http.reading import Reading
 
 BIG = "KVLINE_FUZZ" in os.environ
 HALF = re.compile(r"\\(u[0-9a-fA-F]{0,3})?$")
@@ -77,6 +78,23 @@ def test_an_answer_that_is_cut_has_what_was_written(name: str) -> None:
                     assert not HALF.search(arguments), (example.case, end)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_only_call_that_is_wanted_is_cut_as_any_other(name: str) -> None:
+    """`length` with a client that wants one call at most, unless that ended before the limit."""
+    cut = 0
+    for example in of_its_own(name):
+        output = written(example)
+        for end in range(1, len(output), 1 if BIG else max(1, len(output) // 8)):
+            parts = pieces(name, output[:end], "length", reading(example, one_call=True))
+            ends = [e for part in parts for e in part.events if isinstance(e, CallEnd)]
+            expected = "tool_calls" if any(e.complete for e in ends) else "length"
+            if len(parts) < end and expected == "length":
+                expected = "stop"  # by the mark behind a call that is none
+            assert whole(parts).finish == expected, (example.case, end)
+            cut += expected == "length" and bool(ends)
+    assert cut or name not in FAMILIES
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_is_shown_with_the_token_that_decides_it(name: str) -> None:
     """Decided: were the answer cut there, it would have the call."""
@@ -103,6 +121,15 @@ def runs(parts: Iterable[Piece]) -> list[str]:
     return made
 
 
+def finishes(parts: list[Piece], output: list[int], finish: str, read_as: Reading) -> list[str]:
+    """Why an answer without a stop text may have ended."""
+    ends = [e for part in parts for e in part.events if isinstance(e, CallEnd)]
+    called = any(end.complete for end in ends)
+    if finish == "length" and not (read_as.one_call and called):
+        return ["length", "stop"] if len(parts) < len(output) else ["length"]
+    return ["tool_calls" if called else "stop"]
+
+
 @settings(max_examples=2000 if BIG else 25, deadline=None)
 @given(st.data())
 def test_any_tokens_are_the_same_streamed_and_whole(data: st.DataObject) -> None:
@@ -125,6 +152,7 @@ def test_any_tokens_are_the_same_streamed_and_whole(data: st.DataObject) -> None
     for run in runs(parts):
         assert not any(stop in run for stop in stops)
     assert len(answer.calls) <= 1 or not read_as.one_call
+    assert parts[-1].stop is not None or answer.finish in finishes(parts, output, finish, read_as)
     again = whole(pieces(name, output, finish, read_as, stops, together=7))
     assert without_ids(message(again, model(name))) == without_ids(message(answer, model(name)))
     assert (again.finish, again.tokens) == (answer.finish, answer.tokens)

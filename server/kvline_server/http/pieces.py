@@ -132,7 +132,7 @@ class Writing:
         if self._matcher.found:
             self.ended = True
             piece.finish, piece.stop = "stop", self._matcher.text
-        elif self.ended:
+        elif self.ended and (self._called or piece.finish != "length"):  # no cut call
             piece.finish = "stop"
         if self._called and piece.finish == "stop":
             piece.finish = "tool_calls"
