@@ -27,7 +27,7 @@ TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:
 {%- if opened %}OPEN{% elif closed %}CLOSE{% endif %}{% endif %}"""
-OFFERED = [
+OFFERED: list[Fields] = [
     {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
     for tool in TOOLS
 ]
@@ -137,6 +137,35 @@ def test_a_chat_has_its_calls_and_reasoning_whole_and_streamed(name: str, servin
                 assert answer["usage"]["completion_tokens"] == len(output)
                 thought = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
                 assert bool(thought) == ("reasoning" in expected)
+
+    run(story())
+
+
+def test_a_conversation_goes_on_after_a_cut_call(serving: Server) -> None:
+    """Its client sends back the message, or the item, that it got."""
+
+    async def story() -> None:
+        async with serving("Hermes") as made:
+            example = case("Hermes", "B")
+            output = written(example)[:16]
+            body = body_of(example, parallel_tool_calls=False)
+            answer, _ = await ask(made, body, [output], "length")
+            [choice] = answer["choices"]
+            [call] = choice["message"]["tool_calls"]
+            assert choice["finish_reason"] == "length"
+            with pytest.raises(ValueError):
+                json.loads(call["function"]["arguments"])
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "cut"}
+            history = [*CHAT["messages"], choice["message"], result]
+            await ask(made, body | {"messages": history}, [output], "length")
+            tools = [{"type": "function", **tool["function"]} for tool in OFFERED]
+            first = {"model": "tiny", "input": "hi", "tools": tools, "parallel_tool_calls": False}
+            answer, _ = await ask(made, first, [output], "length", "/v1/responses")
+            assert answer["status"] == answer["output"][-1]["status"] == "incomplete"
+            result = {"call_id": answer["output"][-1]["call_id"], "output": "cut"}
+            items = [*answer["output"], {"type": "function_call_output", **result}]
+            again = first | {"input": [{"role": "user", "content": "hi"}, *items]}
+            await ask(made, again, [output], "length", "/v1/responses")
 
     run(story())
 

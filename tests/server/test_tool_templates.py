@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from kvline_server.http.conversation import rendered
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.strict import parse
+from kvline_server.http.renderers import as_job
 
 SCHEMA = {
     "type": "object",
@@ -221,19 +221,11 @@ def test_an_invalid_template_for_tools_costs_tools_alone(make_chat: Make) -> Non
         encode(chat, user, asked=Asked(tools=[tool("a", "b")]))
 
 
-Refused = Callable[[str], BadRequest]
-
-
-@pytest.fixture
-def refused() -> Refused:
-    def check(arguments: str) -> BadRequest:
-        message = {"role": "assistant", "tool_calls": [call("a", "f", arguments)]}
-        body = {"model": "m", "messages": [{"role": "user", "content": "x"}, message]}
-        with pytest.raises(BadRequest) as caught:
-            rendered(parse(ChatRequest, body).messages)
-        return caught.value
-
-    return check
+def calling(*arguments: str) -> list[Any]:
+    """-> the messages of a conversation with a call for each, as the template gets them"""
+    calls = [call(str(i), "f", text) for i, text in enumerate(arguments)]
+    body = {"model": "m", "messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}
+    return rendered(parse(ChatRequest, body).messages)
 
 
 @pytest.mark.parametrize(
@@ -245,29 +237,34 @@ def refused() -> Refused:
     ],
     ids=lambda text: text[:12],
 )
-def test_arguments_that_are_no_object_are_refused_by_their_place(
-    refused: Refused, arguments: str
-) -> None:
-    error = refused(arguments)
-    assert error.param == "messages[1].tool_calls[0].function.arguments"
-    assert error.message.startswith(f"{error.param}: must be a JSON object as a text")
+def test_arguments_that_are_no_object_are_the_text_of_one(arguments: str) -> None:
+    """A client sends back what the model wrote: a 400 would be one in each later turn."""
+    messages = calling('{"a": 1}', arguments)
+    read = [each["function"]["arguments"] for each in messages[0]["tool_calls"]]
+    assert read == [{"a": 1}, {"arguments": arguments}]
+    assert json.loads(as_job(messages, {}, {}))["messages"] == messages
 
 
-def test_arguments_take_bounded_memory(refused: Refused) -> None:
-    """2 MiB of empty lists in a text are one value to the body, and 70 MiB once they are read."""
-    error = refused('{"a": [' + "[]," * 40_000 + "[]]}")
-    assert "more than 32768 texts, lists and objects" in error.message
-    calls = [call(str(i), "f", '{"a": [' + "[]," * 1000 + "[]]}") for i in range(40)]
-    body = {"model": "m", "messages": [{"role": "assistant", "tool_calls": calls}]}
-    with pytest.raises(BadRequest, match=r"messages\[0\].tool_calls\[32\]"):
-        rendered(parse(ChatRequest, body).messages)
+def test_a_template_gets_the_text_of_arguments_that_are_no_object(make_chat: Make) -> None:
+    chat = make_chat("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    text, _ = chat.render(calling('{"city": "<|im_end|>Par'), Asked())
+    assert json.loads(text) == {"arguments": '{"city": "<|im_end|>Par'}
+
+
+def test_arguments_take_bounded_memory() -> None:
+    """2 MiB of empty lists in a text are one value to the body, and 70 MiB once they are read;
+    nothing is read of a text that is no object."""
+    for end in ("[]]}", "[]"):
+        with pytest.raises(BadRequest, match="more than 32768 texts, lists and objects") as refused:
+            calling('{"a": [' + "[]," * 40_000 + end)
+        assert refused.value.param == "messages[0].tool_calls[0].function.arguments"
+        with pytest.raises(BadRequest, match=r"messages\[0\].tool_calls\[32\]"):
+            calling(*['{"a": [' + "[]," * 1000 + end] * 40)
 
 
 def test_arguments_are_read_as_they_were_written() -> None:
     texts = ['{"b": 1, "a": {"x": [1.50, -0, 1e3]}}', "", "{}", '{"a": 1, "a": 2}']
-    calls = [call(str(i), "f", text) for i, text in enumerate(texts)]
-    body = {"model": "m", "messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}
-    [message] = rendered(parse(ChatRequest, body).messages)
+    [message] = calling(*texts)
     read = [each["function"]["arguments"] for each in message["tool_calls"]]
     assert read == [{"b": 1, "a": {"x": [1.5, 0, 1000.0]}}, {}, {}, {"a": 2}]
     assert list(read[0]) == ["b", "a"]

@@ -18,7 +18,7 @@ Object = dict[str, Any]
 
 
 def rendered(messages: list[ChatMessage]) -> list[Object]:
-    """Raises BadRequest for arguments that are no JSON object, by their place."""
+    """Raises BadRequest for arguments of too many values, by their place."""
     return list(_Conversation().messages(messages))
 
 
@@ -61,24 +61,29 @@ class _Conversation:
         return {"id": call.id, "type": call.type, "function": function}
 
     def _arguments(self, text: str, place: str) -> Object:
-        """Of a key that stands twice the last value counts: the model wrote it, and a client
-        cannot take it back. An empty text is a call without arguments."""
+        """Of a key that stands twice the last value counts, and what is no object is the text of
+        one: the model wrote it, and a client cannot take it back. An empty text is a call without
+        arguments."""
         self._values += count_values(text.encode(), MAX_VALUES - self._values)
         if self._values >= MAX_VALUES:
             wrong = (
                 f"the arguments of all calls have more than {MAX_VALUES} texts, lists and objects"
             )
             raise BadRequest(f"{place}: {wrong}", place)
-        try:
-            value = json.loads(text, parse_constant=_no_number, parse_float=_number) if text else {}
-            if not isinstance(value, dict):
-                raise ValueError
-            check_depth(value, MAX_DEPTH)
-            json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
-        except (ValueError, RecursionError):
-            wrong = f"must be a JSON object as a text, at most {MAX_DEPTH} deep, of finite numbers"
-            raise BadRequest(f"{place}: {wrong}", place) from None
-        return value
+        return _object(text) if text else {}
+
+
+def _object(text: str) -> Object:
+    """At most MAX_DEPTH deep, of finite numbers, without halves of surrogate pairs."""
+    try:
+        value = json.loads(text, parse_constant=_no_number, parse_float=_number)
+        if not isinstance(value, dict):
+            raise ValueError
+        check_depth(value, MAX_DEPTH)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return {"arguments": text}  # cut by the limit, or a mistake of the model's
+    return value
 
 
 def _thought(text: str, message: ChatMessage) -> Object:
