@@ -263,6 +263,10 @@ def test_events_come_in_anthropic_s_order() -> None:
 
 
 CUT: list[Event] = [CallStart(0, "f"), CallArguments(0, '{"a')]
+NO_JSON: list[Event] = [
+    *(CallStart(0, "f"), CallArguments(0, '{"a": [NaN, -Infinity]}'), CallEnd(0, False)),
+    *(CallStart(1, "f"), CallEnd(1, True)),
+]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +276,7 @@ CUT: list[Event] = [CallStart(0, "f"), CallArguments(0, '{"a')]
         ([Text("a")], "stop", "\n", "stop_sequence"),
         ([Text("a")], "length", None, "max_tokens"),
         (CUT, "length", None, "max_tokens"),
+        (NO_JSON, "tool_calls", None, "tool_use"),
     ],
 )
 def test_the_reason_of_an_end_is_named(

@@ -176,10 +176,15 @@ class Blocks:
 
 
 def _object(text: msgspec.Raw) -> msgspec.Raw:
-    """The arguments of a call; of one that was cut nothing is known to be whole."""
+    """The arguments of a call; of one that was cut, or is no JSON, nothing is known to be whole."""
     arguments = msgspec.json.decode(text, type=str)
     try:
-        whole = isinstance(json.loads(arguments), dict)
+        whole = isinstance(json.loads(arguments, parse_constant=_no_number), dict)
     except (ValueError, RecursionError):
         whole = False
     return msgspec.Raw(arguments.encode() if whole else b"{}")
+
+
+def _no_number(text: str) -> float:
+    """NaN and Infinity are none in JSON, though Python reads them."""
+    raise ValueError(text)
