@@ -263,6 +263,7 @@ def test_events_come_in_anthropic_s_order() -> None:
 
 
 CUT: list[Event] = [CallStart(0, "f"), CallArguments(0, '{"a')]
+CALLED: list[Event] = [CallStart(0, "f"), CallArguments(0, "{}"), CallEnd(0, True)]
 NO_JSON: list[Event] = [
     *(CallStart(0, "f"), CallArguments(0, '{"a": [NaN, -Infinity]}'), CallEnd(0, False)),
     *(CallStart(1, "f"), CallEnd(1, True)),
@@ -277,6 +278,7 @@ NO_JSON: list[Event] = [
         ([Text("a")], "length", None, "max_tokens"),
         (CUT, "length", None, "max_tokens"),
         (NO_JSON, "tool_calls", None, "tool_use"),
+        ([*CALLED, Text("a")], "tool_calls", "\n", "tool_use"),
     ],
 )
 def test_the_reason_of_an_end_is_named(
@@ -285,8 +287,9 @@ def test_the_reason_of_an_end_is_named(
     stop: str | None,
     reason: str,
 ) -> None:
-    _, whole = played(events, finish, stop)
-    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
+    sent, whole = played(events, finish, stop)
+    expected = {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
+    assert expected.items() <= whole.items() and sent[-2][1]["delta"] == expected
     assert whole["content"][0].get("input", {}) == {}, "nothing of a cut object is invented"
 
 

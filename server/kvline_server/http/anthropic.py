@@ -63,9 +63,11 @@ class Messages:
         yield from self._start(used)
         for name, data in self._blocks.close():
             yield name, {"type": name, **data}
-        reason = {"stop_reason": self._reason(), "stop_sequence": self._last.stop}
-        self._done = self._message(used) | reason
-        yield "message_delta", {"type": "message_delta", "delta": reason, "usage": _usage(used)}
+        reason = self._reason()
+        stop = self._last.stop if reason == "stop_sequence" else None
+        ended = {"stop_reason": reason, "stop_sequence": stop}
+        self._done = self._message(used) | ended
+        yield "message_delta", {"type": "message_delta", "delta": ended, "usage": _usage(used)}
         yield "message_stop", {"type": "message_stop"}
 
     def fail(self, error: ApiError) -> Iterator[Sent]:
@@ -96,11 +98,12 @@ class Messages:
         }
 
     def _reason(self) -> str:
+        """Clients run calls at `tool_use` alone, also where a stop sequence came behind them."""
         if self._last.finish == "length":
             return "max_tokens"
-        if self._last.stop is not None:
-            return "stop_sequence"
-        return "tool_use" if self._last.finish == "tool_calls" else "end_turn"
+        if self._last.finish == "tool_calls":
+            return "tool_use"
+        return "end_turn" if self._last.stop is None else "stop_sequence"
 
 
 def _usage(used: Used) -> Object:
