@@ -259,6 +259,8 @@ def test_events_come_in_openai_s_order() -> None:
     assert (call.name, call.arguments, call.namespace) == ("f", '{"a": 1}', None)
     assert (other.name, other.arguments, other.namespace) == ("f", "{}", "crm")
     assert call.call_id != other.call_id
+    ends = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert [(e.name, e.arguments) for e in ends] == [("f", '{"a": 1}'), ("f", "{}")]
     assert whole.output_text == "Wait.So." and whole.status == "completed"
     used = whole.usage
     assert used is not None

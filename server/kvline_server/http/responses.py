@@ -114,7 +114,7 @@ class Responses:
     def kept(self) -> int:
         return self._score_bytes + SENT_COPIES * self._items.nbytes
 
-    def _event(self, name: str, **data: Any) -> Sent:
+    def _event(self, name: str, /, **data: Any) -> Sent:
         self._number += 1
         return name, {"type": name, "sequence_number": self._number - 1, **data}
 
@@ -215,7 +215,8 @@ class Items:
         self._open, self._text = None, GrowingText()
         at = self._at(item)
         if item["type"] == "function_call":
-            yield "response.function_call_arguments.done", {**at, "arguments": text}
+            done = {**at, "name": item["name"], "arguments": text}
+            yield "response.function_call_arguments.done", done
             whole = {**item, "arguments": text, "status": status}
         else:
             part = {**_part(item), "text": text}
