@@ -250,6 +250,9 @@ def test_a_budget_of_reasoning_goes_to_the_engine(serving: Server) -> None:
             assert answer.status_code == 400
             error = answer.json()["error"]
             assert (error["param"], error["code"]) == ("thinking_token_budget", "unsupported_value")
+            output = tokens("Hermes-text").tokenizer.encode("Yes.").ids
+            answer, [asked] = await ask(made, body, [output], "stop", "/v1/messages")
+            assert answer["stop_reason"] == "end_turn" and asked.params.thinking is None
 
     run(story())
 

@@ -88,12 +88,18 @@ def _types(tool: Tool, most: int) -> dict[str, object]:
     return {"properties": properties}
 
 
+def takes_budget(model: Answering) -> bool:
+    """Whether the marks of its reasoning are tokens, by which a budget ends it."""
+    thinking = model.thinking
+    return thinking is not None and {thinking.open, thinking.close} <= model.ids.keys()
+
+
 def budget(request: ChatRequest, model: Answering, made: Reading | None) -> ThinkingBudget | None:
     """Raises BadRequest where nothing of the model's would end its reasoning."""
     tokens, thinking = request.thinking_token_budget, model.thinking
     if tokens is None:
         return None
-    if thinking is None or not {thinking.open, thinking.close} <= model.ids.keys():
+    if thinking is None or not takes_budget(model):
         raise BadRequest(
             "thinking_token_budget: this model's tokenizer has no tokens around its reasoning, so "
             "no budget can end it; leave it out",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ from kvline_server.http.fields import Field
 from kvline_server.http.pieces import Answer, Piece
 from kvline_server.http.planning import plan
 from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.reading import takes_budget
 from kvline_server.http.sending import respond, unless_gone
 from kvline_server.http.service import Service
 from kvline_server.http.stream import Jobs, api_error
@@ -68,8 +70,9 @@ class Translation(Protocol):
 
 async def translated(service: Service, request: Request, made: Translation) -> Response:
     with ExitStack() as stack:
-        names = made.read, made.id_prefix, lambda name: made.field(name)
-        work, jobs, room = await plan(service, request, stack, Chat, *names)
+        names = made.id_prefix, lambda name: made.field(name)
+        read = partial(_read, service, made)
+        work, jobs, room = await plan(service, request, stack, Chat, read, *names)
         room.hold(work.held)
         headers = {"x-request-id": work.id, "request-id": work.id}
         if work.request.stream:
@@ -85,6 +88,15 @@ async def translated(service: Service, request: Request, made: Translation) -> R
 
         await unless_gone(request, whole())
         return await respond(made.answer, stack, headers)
+
+
+def _read(service: Service, made: Translation, value: Object) -> ChatRequest:
+    """Without a budget of reasoning that nothing could end by: in these APIs it is advice, which
+    clients send to every model."""
+    request, chat = made.read(value), service.generator.chat
+    if chat is not None and not takes_budget(chat.answering):
+        request.thinking_token_budget = None
+    return request
 
 
 async def _pieces(
