@@ -40,6 +40,7 @@ SCHEMA: Fields = {
 }
 JSON: Fields = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 ODD: Fields = {"type": "object", "properties": {"l": {"type": "array", "uniqueItems": True}}}
+LONG: Fields = {"type": "object", "description": "x" * 270_000}
 CHAT: Fields = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: Fields = {"model": "tiny", "prompt": "hi"}
 RESPONSES: Fields = {"model": "tiny", "input": "hi"}
@@ -258,6 +259,8 @@ REFUSED: list[tuple[str, Fields, str, str]] = [
      "tools[1].function.parameters", "'g' cannot be guaranteed: "),
     (CHATS, {"tools": [tool("g", ODD), tool(), tool("h", ODD, strict=True)]},
      "tools[2].function.parameters", "uniqueItems"),
+    (CHATS, {"tools": [tool(), tool("g", LONG)], "tool_choice": "required"},
+     "tools[1].function.parameters", "more than 262144 bytes of grammar"),
     (CHATS, {"tools": [tool("g", {"type": "array"})], "tool_choice": named("g")},
      "tools[0].function.parameters", "expected 'object'"),
     (CHATS, {"tools": [tool(strict=True)], "stop": "a"}, "stop", "is guaranteed"),

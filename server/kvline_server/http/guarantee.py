@@ -16,6 +16,7 @@ import msgspec
 from kvline_server.formats.detect import NoFormat, in_reasoning
 from kvline_server.formats.format import HARMONY, Format
 from kvline_server.formats.grammar import Choice, around, each_alone, grammar
+from kvline_server.formats.lark import GrammarTooLarge
 from kvline_server.formats.thought import Unmarked, thought
 from kvline_server.formats.tools import Tool, ToolRefused
 from kvline_server.grammars.asked import ONE_OF, asked
@@ -102,6 +103,8 @@ def guaranteed(demand: Demand, tokens: Tokens | None, prompt: str = "") -> Guara
         raise _tool_refused(refused, tools) from None
     except GrammarInvalid as invalid:
         raise BadRequest(str(invalid), invalid.param) from None
+    except GrammarTooLarge as large:
+        raise BadRequest(f"tools: {large}", "tools") from None
     except Unmarked as unmarked:
         message = f"{demand.param}: {unmarked}, so no answer behind it can be guaranteed"
         raise BadRequest(message, demand.param, "unsupported_value") from None
