@@ -225,12 +225,19 @@ async def _refused_tool(compiler: Compiler, guarantee: Guarantee) -> BadRequest 
     if kind is None or isinstance(model.format, NoFormat):
         return None
     tools = await asyncio.to_thread(TOOLS.decode, guarantee.tools)
-    for tool, text in each_alone(model.format, tools, kind, model.ids):
-        try:
-            with await compiler.compiled(Grammar("lark", text)):
-                pass
-        except NotServed as refused:
-            return _tool_refused(ToolRefused(tool.name, str(refused)), tools)
+    alone = each_alone(model.format, tools, kind, model.ids)
+    try:
+        while (made := await asyncio.to_thread(next, alone, None)) is not None:
+            tool, text = made
+            try:
+                with await compiler.compiled(Grammar("lark", text)):
+                    pass
+            except NotServed as refused:
+                return _tool_refused(ToolRefused(tool.name, str(refused)), tools)
+    except ToolRefused as refused:
+        return _tool_refused(refused, tools)
+    except GrammarTooLarge:
+        pass  # then the error is that of all of them
     return None
 
 
