@@ -13,13 +13,13 @@ from kvline_server.grammars import grammar
 from kvline_server.grammars.asked import asked
 from kvline_server.grammars.grammar import (
     COMPACT,
-    MAX_BYTES,
     MAX_DEPTH,
     WHITESPACE,
     Grammar,
     GrammarInvalid,
 )
 from kvline_server.grammars.source import source
+from kvline_server.options.grammars import MAX_BYTES
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü/"}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"const":"ü/"}}}'

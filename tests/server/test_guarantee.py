@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +18,10 @@ from scripted import Scripted
 from tokenizers import AddedToken, Tokenizer
 from waiting import limit
 
+from kvline_server.formats.grammar import each_alone
 from kvline_server.grammars.compiler import Compiler
 from kvline_server.grammars.messages import Wanted
+from kvline_server.http import guarantee
 from kvline_server.options.grammars import MIB, GrammarBounds
 
 pytestmark = pytest.mark.process
@@ -40,6 +43,7 @@ SCHEMA: Fields = {
 }
 JSON: Fields = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 ODD: Fields = {"type": "object", "properties": {"l": {"type": "array", "uniqueItems": True}}}
+LONG: Fields = {"type": "object", "description": "x" * 270_000}
 CHAT: Fields = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: Fields = {"model": "tiny", "prompt": "hi"}
 RESPONSES: Fields = {"model": "tiny", "input": "hi"}
@@ -258,6 +262,8 @@ REFUSED: list[tuple[str, Fields, str, str]] = [
      "tools[1].function.parameters", "'g' cannot be guaranteed: "),
     (CHATS, {"tools": [tool("g", ODD), tool(), tool("h", ODD, strict=True)]},
      "tools[2].function.parameters", "uniqueItems"),
+    (CHATS, {"tools": [tool(), tool("g", LONG)], "tool_choice": "required"},
+     "tools[1].function.parameters", "more than 262144 bytes of grammar"),
     (CHATS, {"tools": [tool("g", {"type": "array"})], "tool_choice": named("g")},
      "tools[0].function.parameters", "expected 'object'"),
     (CHATS, {"tools": [tool(strict=True)], "stop": "a"}, "stop", "is guaranteed"),
@@ -301,6 +307,26 @@ def test_what_cannot_be_guaranteed_is_refused_by_the_client_s_field(
             refused(route, answer, param, words)
         assert made.submitted.empty()
 
+    run(model, grammars.path, work)
+
+
+def test_the_loop_builds_no_grammar_of_a_tool_to_find_the_one_that_is_refused(
+    model: Path, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def seen(*given: Any) -> Iterator[Any]:
+        for each in each_alone(*given):
+            threads.append(threading.get_ident())
+            yield each
+
+    async def work(made: Scripted) -> None:
+        body = {**CHAT, "tools": [tool(), tool("g", ODD)], "tool_choice": "required"}
+        answer = await made.http.post(CHATS, json=body)
+        refused(CHATS, answer, "tools[1].function.parameters", "uniqueItems")
+        assert len(threads) == 2 and threading.get_ident() not in threads
+
+    monkeypatch.setattr(guarantee, "each_alone", seen)
     run(model, grammars.path, work)
 
 

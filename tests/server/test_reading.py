@@ -8,6 +8,7 @@ import pytest
 from waiting import within
 
 from kvline_server.formats.detect import NoFormat
+from kvline_server.formats.events import CallStart, Text
 from kvline_server.formats.format import HARMONY, HERMES, QWEN_XML, THINK
 from kvline_server.formats.tools import Tool
 from kvline_server.formats.typed import kind, typed
@@ -70,13 +71,26 @@ def test_an_answer_is_text_where_nothing_can_be_read_from_it() -> None:
 
 def test_only_what_a_grammar_writes_is_a_call_where_one_guarantees_them() -> None:
     named = {"type": "function", "function": {"name": "f"}}
-    assert not found(PLAIN, tools=offered(), tool_choice="auto").reads.constrained
+    free: list[Fields] = [{"tool_choice": "auto"}, {"response_format": {"type": "text"}}]
+    for fields in free:
+        assert not found(PLAIN, tools=offered(), **fields).reads.constrained
     for fields in (
         {"tools": offered(), "tool_choice": "required"},
         {"tools": offered(), "tool_choice": named},
         {"tools": offered(strict=True)},
+        {"tools": offered(), "response_format": {"type": "json_object"}},
+        {"tools": offered(), "structured_outputs": {"regex": "a"}},
     ):
         assert found(PLAIN, **fields).reads.constrained
+
+
+def test_a_mark_that_our_grammar_never_writes_begins_no_call_within_a_form() -> None:
+    written = '{"a": "<function=f></function>"}'
+    form = {"type": "json_object"}
+    made = found(Answering(QWEN_XML), tools=offered(), response_format=form).parser()
+    events = [*made.feed([(5, written)]), *made.end("stop")]
+    assert "".join(each.text for each in events if isinstance(each, Text)) == written
+    assert not any(isinstance(each, CallStart) for each in events)
 
 
 def test_a_request_may_want_one_call_and_no_reasoning() -> None:

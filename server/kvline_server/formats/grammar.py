@@ -7,6 +7,7 @@ llguidance compiles it, elsewhere: nothing here imports it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +16,7 @@ from kvline_server.formats.grammar_python import python_arguments
 from kvline_server.formats.grammar_xml import xml_parameters
 from kvline_server.formats.harmony import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
 from kvline_server.formats.json_text import quoted
-from kvline_server.formats.lark import ANY, Rules, literal, regex, without
+from kvline_server.formats.lark import ANY, GrammarTooLarge, Rules, literal, regex, without
 from kvline_server.formats.schemas import check_name, object_schema
 from kvline_server.formats.tools import Tool, ToolRefused
 
@@ -43,7 +44,7 @@ def grammar(
     """The grammar of an answer, in llguidance's Lark. `ids`: the tokenizer's added tokens by their
     text; `thought`: the reasoning before it (thought.py). With `auto`, text is free up to the mark
     of a call, and a tool that is not strict takes any object. Raises ToolRefused where the format
-    cannot express a schema."""
+    cannot express a schema, and GrammarTooLarge."""
     optional = choice.kind == "auto"
     if choice.kind == "named":
         tools, parallel = [tool for tool in tools if tool.name == choice.name], False
@@ -69,7 +70,8 @@ def around(
     thought: str,
 ) -> str:
     """What may stand before an answer that follows another grammar, and the calls that may stand in
-    its place, whose format has a mark; empty where that answer stands alone. Raises ToolRefused."""
+    its place, whose format has a mark; empty where that answer stands alone. Raises ToolRefused and
+    GrammarTooLarge."""
     tools = _as_strict(tools)
     rules = Rules(ids, format.marks() if format is not None else ())
     if format is HARMONY and _missing(rules) is None:
@@ -89,7 +91,7 @@ def each_alone(
     format: Format, tools: Sequence[Tool], choice: Choice, ids: Mapping[str, int]
 ) -> Iterator[tuple[Tool, str]]:
     """The grammar of each tool that is guaranteed, to find the one for which that of all of them is
-    refused. Raises ToolRefused."""
+    refused. Raises ToolRefused and GrammarTooLarge."""
     for tool in tools:
         guaranteed = tool.strict if choice.kind == "auto" else True
         if choice.kind == "named":
@@ -102,9 +104,11 @@ def _expressible(format: Format, tools: Sequence[Tool]) -> list[Opening]:
     """The ways to write calls in which every tool can be called; any is enough."""
     found, problem = [], None
     for opening in format.written():
+        rules = Rules({}, ())
         try:
-            for tool in tools:
-                _call(Rules({}, ()), "tried", opening, tool)
+            for number, tool in enumerate(tools):
+                with _grammar_of(tool):
+                    _call(rules, f"tried-{number}", opening, tool)
         except ToolRefused as refused:
             problem = problem or refused
         else:
@@ -112,6 +116,15 @@ def _expressible(format: Format, tools: Sequence[Tool]) -> list[Opening]:
     if not found and problem is not None:
         raise problem
     return found
+
+
+@contextmanager
+def _grammar_of(tool: Tool) -> Iterator[None]:
+    """Raises ToolRefused where it is too large."""
+    try:
+        yield
+    except GrammarTooLarge as large:
+        raise ToolRefused(tool.name, f"{large}, with the tools before it") from None
 
 
 def _calls(rules: Rules, openings: Sequence[Opening], tools: Sequence[Tool], parallel: bool) -> str:
@@ -216,7 +229,8 @@ def _harmony_call(rules: Rules, tools: Sequence[Tool]) -> str:
     calls = []
     for number, tool in enumerate(tools):
         name = check_name(tool, tool.name)
-        arguments = rules.json(f"arguments-{number}", object_schema(tool))
+        with _grammar_of(tool):
+            arguments = rules.json(f"arguments-{number}", object_schema(tool))
         header = f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}"
         calls.append(rules.add(f"call-{number}", f"{rules.text(header)} {arguments}"))
     return rules.add("call", " | ".join(calls))

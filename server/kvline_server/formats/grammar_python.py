@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvline_server.formats.lark import Rules, literal, regex
 from kvline_server.formats.schemas import Parameter, check_name, parameters
-from kvline_server.formats.tools import Tool, listed_values, types
+from kvline_server.formats.tools import Tool, listed_values
 
 
 def python_arguments(rules: Rules, name: str, tool: Tool) -> str:
@@ -33,7 +33,7 @@ def python_arguments(rules: Rules, name: str, tool: Tool) -> str:
 
 
 def _argument(rules: Rules, name: str, tool: Tool, parameter: Parameter) -> str:
-    found = types(parameter.schema, parameter.schema)
+    found = rules.types(parameter.schema, parameter.schema)
     if found == {"boolean"} and listed_values(parameter.schema) is None:
         value = '("True" | "False")'
     elif found == {"null"}:

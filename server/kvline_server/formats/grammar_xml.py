@@ -7,25 +7,27 @@ of a string becomes a regular expression.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvline_server.formats.lark import ANY, Rules, escaped, literal, regex, without
 from kvline_server.formats.reader import MAX_NAME
 from kvline_server.formats.schemas import Parameter, parameters
 from kvline_server.formats.tools import (
+    MOST_SCHEMAS,
     TYPES,
     Tool,
     ToolRefused,
     listed_values,
     resolved,
     type_of,
-    types,
 )
 from kvline_server.formats.xml_calls import END_PARAMETER, PARAMETER
 
 CLOSE = f"\n{END_PARAMETER}\n"
 FREE_NAME = 64  # characters of a parameter that no schema names
+MOST_ALTERNATIVES = 100  # of one string: a few that refer to each other may have any number
 _UNKEPT = ("format", "not", "if", "allOf", "contentSchema")  # of a string
 
 
@@ -51,7 +53,7 @@ def _parameter(rules: Rules, name: str, tool: Tool, parameter: Parameter) -> str
     before = literal(f"{PARAMETER}{key}>\n")
     root = parameter.schema
     schema = resolved(root, root)
-    listed, found = listed_values(schema), types(root, root)
+    listed, found = listed_values(schema), rules.types(root, root)
     if listed is not None:
         value = _listed(tool, key, listed, found)
     elif "string" in found:
@@ -77,34 +79,56 @@ def _listed(tool: Tool, key: str, listed: list[Any], found: frozenset[str]) -> s
 
 def _strings(rules: Rules, name: str, tool: Tool, key: str, root: Mapping[str, Any]) -> str:
     """One terminal with its closing mark: where it ends, the string cannot go on."""
-    bodies = _bodies(tool, key, root, root, 8)
-    terminals = [
-        rules.add(f"{name}-{number}", f"{body} {literal(CLOSE)}")
-        for number, body in enumerate(dict.fromkeys(bodies))
-    ]
-    return f"({' | '.join(terminals)})"
-
-
-def _bodies(tool: Tool, key: str, schema: Any, root: Mapping[str, Any], depth: int) -> list[str]:
-    """A terminal for each alternative of the schema that is a string."""
-    schema = resolved(schema, root)
-    for keyword in _UNKEPT:
-        if keyword in schema:
-            raise ToolRefused(
-                tool.name, f"{key!r}: {keyword!r} of a string cannot be kept in this model's format"
-            )
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    if branches is None:
-        return [_body(tool, key, schema)]
-    if not isinstance(branches, list):
-        raise ToolRefused(tool.name, f"{key!r}: its alternatives must be a list")
-    strings = [each for each in branches if "string" in types(each, root)]
-    several = "oneOf" in schema and len(strings) > 1
-    if several or not depth or {"pattern", "minLength", "maxLength"} & schema.keys():
+    added: dict[str, str] = {}
+    for body in _Alternatives(rules, tool, key, root).bodies(root, 8):
+        if body not in added:
+            added[body] = rules.add(f"{name}-{len(added)}", f"{body} {literal(CLOSE)}")
+    if not added:
         raise ToolRefused(
-            tool.name, f"{key!r}: these alternatives of a string cannot be kept in this format"
+            tool.name, f"{key!r}: no string among the first {MOST_SCHEMAS} parts of its schema"
         )
-    return [body for each in strings for body in _bodies(tool, key, each, root, depth - 1)]
+    return f"({' | '.join(added.values())})"
+
+
+@dataclass(slots=True)
+class _Alternatives:
+    """Of a parameter that may be a string."""
+
+    rules: Rules
+    tool: Tool
+    key: str
+    root: Mapping[str, Any]
+    left: int = MOST_ALTERNATIVES
+
+    def bodies(self, schema: Any, depth: int) -> Iterator[str]:
+        """A terminal for each that is a string."""
+        schema = resolved(schema, self.root)
+        for keyword in _UNKEPT:
+            if keyword in schema:
+                raise self._refused(
+                    f"{keyword!r} of a string cannot be kept in this model's format"
+                )
+        branches = schema.get("anyOf", schema.get("oneOf"))
+        if branches is None:
+            yield _body(self.tool, self.key, schema)
+            return
+        if not isinstance(branches, list):
+            raise self._refused("its alternatives must be a list")
+        self.left -= len(branches)
+        if self.left < 0:
+            raise self._refused(
+                f"more than {MOST_ALTERNATIVES} alternatives, with those of what it refers to; "
+                "use enum for values"
+            )
+        strings = [each for each in branches if "string" in self.rules.types(each, self.root)]
+        several = "oneOf" in schema and len(strings) > 1
+        if several or not depth or {"pattern", "minLength", "maxLength"} & schema.keys():
+            raise self._refused("these alternatives of a string cannot be kept in this format")
+        for each in strings:
+            yield from self.bodies(each, depth - 1)
+
+    def _refused(self, reason: str) -> ToolRefused:
+        return ToolRefused(self.tool.name, f"{self.key!r}: {reason}")
 
 
 def _body(tool: Tool, key: str, schema: Mapping[str, Any]) -> str:

@@ -7,6 +7,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvline_server.formats.tools import MOST_SCHEMAS, followed
+from kvline_server.options.grammars import MAX_BYTES
+
+MOST_PARTS = 20_000  # of all schemas, that are followed for the types of values: 0.1 s at most
 # One blank behind each comma and colon, or none: a model that may write any blanks can write
 # nothing else until its tokens are used up.
 _BLANKS = {
@@ -22,12 +26,19 @@ OPTIONS = '%llguidance {"no_forcing": true}'
 ANY = "(?s:.*)"
 
 
+class GrammarTooLarge(Exception):
+    """A grammar takes more than a server builds; the message says of what."""
+
+
 class Rules:
-    """The rules of a grammar, by name."""
+    """The rules of a grammar, by name. Raises GrammarTooLarge as soon as they are: one schema may
+    stand in thousands of them."""
 
     def __init__(self, ids: Mapping[str, int], marks: Collection[str]) -> None:
         self._ids = ids
         self._rules: dict[str, str] = {}
+        self._size = 0  # characters, of which a text has as many as bytes or fewer
+        self._parts = 0
         names = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
         self._marks = re.compile(f"({names})") if names else None
 
@@ -35,7 +46,19 @@ class Rules:
         """-> the name; in capitals where the rule is one terminal, as llguidance has it"""
         assert name not in self._rules
         self._rules[name] = body
+        self._size += len(name) + len(body)
+        if self._size > MAX_BYTES:
+            raise GrammarTooLarge(f"more than {MAX_BYTES} bytes of grammar")
         return name
+
+    def types(self, schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+        """As tools.types has them."""
+        left = [MOST_SCHEMAS]
+        found = followed(schema, root, left)
+        self._parts += MOST_SCHEMAS - max(0, left[0])
+        if self._parts > MOST_PARTS:
+            raise GrammarTooLarge(f"more than {MOST_PARTS} parts of schemas")
+        return found
 
     def text(self, text: str) -> str:
         """Text in which marks are tokens where the tokenizer has them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_server.formats.reader import MAX_NAME
-from kvline_server.formats.tools import Tool, ToolRefused, resolved
+from kvline_server.formats.tools import MAX_REFERENCE, Tool, ToolRefused, resolved
 
 # What says nothing about which values are valid, or what is read here.
 _TOP = frozenset(
@@ -18,6 +18,7 @@ _TOP = frozenset(
 )
 _LABEL = re.compile(r"[\w.-]+")
 _SHARED = ("$defs", "definitions")
+_FOLLOWED = tuple(f"#/{key}/" for key in _SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +61,37 @@ def parameters(tool: Tool) -> list[Parameter]:
     for name in required:
         if not isinstance(name, str) or name not in properties:
             raise ToolRefused(tool.name, f"'required' names {name!r}, which is no property")
-    return [Parameter(n, _own(tool, s), n in required) for n, s in properties.items()]
-
-
-def _own(tool: Tool, schema: Any) -> dict[str, Any]:
-    """A parameter's schema by itself, with what it refers to."""
-    if not isinstance(schema, dict):
-        schema = {} if schema is True else {"not": {}}
+    schemas = {name: _object(schema) for name, schema in properties.items()}
+    referring = {name for name, schema in schemas.items() if _refers(tool, schema)}
     shared = {key: tool.parameters[key] for key in _SHARED if key in tool.parameters}
-    whole = {**schema, **shared}
-    found = _references(whole)
+    if referring:
+        _refers(tool, shared)
+    return [
+        Parameter(n, {**schema, **shared} if n in referring else schema, n in required)
+        for n, schema in schemas.items()
+    ]
+
+
+def _object(schema: Any) -> dict[str, Any]:
+    if isinstance(schema, dict):
+        return schema
+    return {} if schema is True else {"not": {}}
+
+
+def _refers(tool: Tool, schema: Any) -> bool:
+    """Whether it refers to another. Raises ToolRefused where that cannot be followed."""
+    found = _references(schema)
     for reference in found:
-        if not str(reference).startswith(tuple(f"#/{key}/" for key in _SHARED)):
+        if not str(reference).startswith(_FOLLOWED):
             raise ToolRefused(
                 tool.name,
                 f"'$ref' {reference!r:.80}: this model's format writes parameters one by one, so "
                 "only '#/$defs/…' can be followed",
             )
-    return whole if found else dict(schema)
+        if len(reference) > MAX_REFERENCE:
+            reason = f"'$ref' {reference!r:.80}: more than {MAX_REFERENCE} characters"
+            raise ToolRefused(tool.name, reason)
+    return bool(found)
 
 
 def _references(schema: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 MOST_SCHEMAS = 100  # that are followed for one value's types: a schema may be endless
+MAX_REFERENCE = 1024  # characters of a $ref
 # Keywords that only values of one type have, where no type is named.
 HINTS = {
     "properties": "object",
@@ -64,6 +65,8 @@ def pointed(reference: Any, root: Mapping[str, Any]) -> Any:
     """What `#/a/b` points to; None where that is nothing."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
+    if len(reference) > MAX_REFERENCE:  # splitting it takes its time for each that leads here
+        return None
     at: Any = root
     for name in reference[1:].split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -74,10 +77,11 @@ def pointed(reference: Any, root: Mapping[str, Any]) -> Any:
 def types(schema: Any, root: Mapping[str, Any], most: int = MOST_SCHEMAS) -> frozenset[str]:
     """The JSON types that a value may have; all of them where the schema does not say, or not by
     its first `most` parts."""
-    return _types(schema, root, [most])
+    return followed(schema, root, [most])
 
 
-def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[str]:
+def followed(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[str]:
+    """The same; `left` is how many parts may be followed, and from then on still may."""
     left[0] -= 1
     if left[0] < 0:
         return TYPES
@@ -87,11 +91,11 @@ def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> frozenset[s
         branches = schema.get(keyword)
         if isinstance(branches, list) and branches:
             # One more than is left has all types, as any after it.
-            some = branches[: left[0] + 1]
-            found &= frozenset().union(*(_types(branch, root, left) for branch in some))
+            some = branches[: max(0, left[0]) + 1]
+            found &= frozenset().union(*(followed(branch, root, left) for branch in some))
     together = schema.get("allOf")
-    for branch in together if isinstance(together, list) else ():
-        found &= _types(branch, root, left)
+    for branch in together[: max(0, left[0]) + 1] if isinstance(together, list) else ():
+        found &= followed(branch, root, left)
     return found
 
 

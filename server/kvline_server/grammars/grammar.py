@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvline_server.options.grammars import MAX_BYTES
+
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
-MAX_BYTES = 256 << 10  # of a grammar's text
 MAX_DEPTH = 64  # of objects and lists in a schema
 MAX_CHOICES = 16384
 MAX_PATTERN = 512  # characters of whitespace_pattern

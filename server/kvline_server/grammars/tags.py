@@ -191,8 +191,8 @@ class _Rules:
         groups = []
         for at, (trigger, own) in enumerate(bodies.items()):
             if not own:
-                raise GrammarInvalid("no tag begins with it", f"{param}.triggers.{at}")
-            head = self._up_to(trigger, f"{param}.triggers.{at}")
+                raise GrammarInvalid("no tag begins with it", f"{param}.triggers[{at}]")
+            head = self._up_to(trigger, f"{param}.triggers[{at}]")
             groups.append(self._rule(f"{head} {self._rule(' | '.join(own))}"))
         one = " | ".join(groups)
         if stop_after_first:
@@ -239,7 +239,7 @@ def _list(fields: Fields, name: str, param: str) -> list[tuple[Any, str]]:
     value, where = fields.get(name), f"{param}.{name}"
     if not isinstance(value, list) or not 0 < len(value) <= MAX_TAGS:
         raise GrammarInvalid(f"expected a list of 1 to {MAX_TAGS}", where)
-    return [(each, f"{where}.{at}") for at, each in enumerate(value)]
+    return [(each, f"{where}[{at}]") for at, each in enumerate(value)]
 
 
 def _texts(fields: Fields, name: str, param: str) -> list[str]:

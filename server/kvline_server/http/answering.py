@@ -40,3 +40,10 @@ def choice(request: ChatRequest) -> Choice | None:
         return Choice("required")
     strict = any(tool.function.strict for tool in request.tools)
     return Choice("auto") if strict else None
+
+
+def constrained(request: ChatRequest) -> bool:
+    """Whether a grammar says which calls and which text its answers may have."""
+    form = request.response_format
+    formed = form is not None and form.type != "text"
+    return formed or request.structured_outputs is not None or choice(request) is not None

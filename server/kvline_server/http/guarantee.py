@@ -16,6 +16,7 @@ import msgspec
 from kvline_server.formats.detect import NoFormat, in_reasoning
 from kvline_server.formats.format import HARMONY, Format
 from kvline_server.formats.grammar import Choice, around, each_alone, grammar
+from kvline_server.formats.lark import GrammarTooLarge
 from kvline_server.formats.thought import Unmarked, thought
 from kvline_server.formats.tools import Tool, ToolRefused
 from kvline_server.grammars.asked import ONE_OF, asked
@@ -102,6 +103,8 @@ def guaranteed(demand: Demand, tokens: Tokens | None, prompt: str = "") -> Guara
         raise _tool_refused(refused, tools) from None
     except GrammarInvalid as invalid:
         raise BadRequest(str(invalid), invalid.param) from None
+    except GrammarTooLarge as large:
+        raise BadRequest(f"tools: {large}", "tools") from None
     except Unmarked as unmarked:
         message = f"{demand.param}: {unmarked}, so no answer behind it can be guaranteed"
         raise BadRequest(message, demand.param, "unsupported_value") from None
@@ -222,12 +225,19 @@ async def _refused_tool(compiler: Compiler, guarantee: Guarantee) -> BadRequest 
     if kind is None or isinstance(model.format, NoFormat):
         return None
     tools = await asyncio.to_thread(TOOLS.decode, guarantee.tools)
-    for tool, text in each_alone(model.format, tools, kind, model.ids):
-        try:
-            with await compiler.compiled(Grammar("lark", text)):
-                pass
-        except NotServed as refused:
-            return _tool_refused(ToolRefused(tool.name, str(refused)), tools)
+    alone = each_alone(model.format, tools, kind, model.ids)
+    try:
+        while (made := await asyncio.to_thread(next, alone, None)) is not None:
+            tool, text = made
+            try:
+                with await compiler.compiled(Grammar("lark", text)):
+                    pass
+            except NotServed as refused:
+                return _tool_refused(ToolRefused(tool.name, str(refused)), tools)
+    except ToolRefused as refused:
+        return _tool_refused(refused, tools)
+    except GrammarTooLarge:
+        pass  # then the error is that of all of them
     return None
 
 

@@ -10,7 +10,7 @@ from kvline_server.formats.detect import NoFormat, in_reasoning
 from kvline_server.formats.format import HARMONY, Body, Format
 from kvline_server.formats.parser import Reads, parser
 from kvline_server.formats.tools import MOST_SCHEMAS, Tool, listed_values, resolved, types
-from kvline_server.http.answering import Answering, choice
+from kvline_server.http.answering import Answering, constrained
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.ipc.sampling_params import ThinkingBudget
@@ -58,7 +58,7 @@ def reading(request: ChatRequest, model: Answering, prompt: str) -> Reading | No
         tools,
         model.thinking,
         in_reasoning(model.thinking, prompt, continued),
-        choice(request) is not None,
+        constrained(request),
     )
     one_call = request.parallel_tool_calls is False
     return Reading(reads, model.ids, one_call, request.include_reasoning)

@@ -9,6 +9,7 @@ from kvline_server.options.clients import LARGE_HOST
 
 MIB = 1 << 20
 
+MAX_BYTES = 256 << 10  # of a grammar's text
 COMPILE_SECONDS = 1.5  # of CPU time, for a grammar and its first mask
 MASK_SECONDS = 0.05  # of CPU time, for a mask: every request waits for the slowest one of a step
 STEP_SECONDS = 1.0  # that an engine waits for the masks of a step

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvline_server.grammars.grammar import MAX_BYTES, MAX_CHOICES, MAX_PATTERN
+from kvline_server.grammars.grammar import MAX_CHOICES, MAX_PATTERN
 from kvline_server.http.protocol.strict import Strict, check_depth
 from kvline_server.http.protocol.tools import MAX_SCHEMA_DEPTH
+from kvline_server.options.grammars import MAX_BYTES
 
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 
