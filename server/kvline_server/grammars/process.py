@@ -74,16 +74,24 @@ class Trunk:
                 elif key.fileobj is self.socket:
                     self._hear()
                 elif isinstance(key.fileobj, int):
-                    self._read(self.trials[key.fileobj])
-            self._tend()
-        self._kill()
+                    self._read(key.fileobj)
+            if not self.ended:
+                self._tend()
+        if self.pid:
+            self._kill()
 
     def _start(self) -> None:
-        """The process that fills masks."""
-        self.socket, theirs = socket.socketpair()
+        """The process that fills masks. Raises OSError where none can be started."""
+        ours, theirs = socket.socketpair()
         work, keep = self._serve, (theirs.fileno(), self.listener.fileno(), self.rows)
-        self.pid = forked(lambda: work(theirs), keep)
-        theirs.close()
+        try:
+            self.pid = forked(lambda: work(theirs), keep)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.socket = ours
         self.received, self.heard_at = Received(), time.monotonic()
         self.began_at = self.heard_at
         self.quiet = Quiet(lambda: self.heard_at)
@@ -133,7 +141,10 @@ class Trunk:
             self.trials[made.pipe] = made
             self.selector.register(made.pipe, selectors.EVENT_READ)
 
-    def _read(self, running: Trial) -> None:
+    def _read(self, pipe: int) -> None:
+        running = self.trials.get(pipe)
+        if running is None:  # it was ended since the selector named its pipe
+            return
         if running.read():
             self.selector.unregister(running.pipe)
             del self.trials[running.pipe]
@@ -151,9 +162,15 @@ class Trunk:
         print(f"the process that fills masks ended ({code})", file=sys.stderr, flush=True)
         if lived > CALM_SECONDS:
             self.pause = FIRST_PAUSE
-        time.sleep(self.pause)
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        self._start()
+        while not self.selector.select(self.pause):  # in which only the parent is left
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+            try:
+                self._start()
+                return
+            except OSError as error:
+                why = f"no process that fills masks could be started: {error.strerror}"
+                print(why, file=sys.stderr, flush=True)
+        self.ended = True
 
     def _kill(self) -> int:
         """All that it has forked. -> the exit code of the process that fills masks"""
@@ -168,6 +185,7 @@ class Trunk:
         _, status = os.waitpid(self.pid, 0)
         self.selector.unregister(self.socket)
         self.socket.close()
+        self.pid = 0
         return os.waitstatus_to_exitcode(status)
 
 
