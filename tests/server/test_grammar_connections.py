@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+import pytest
 from waiting import limit
 
-from kvline_server.grammars import matchers
+from kvline_server.grammars import matchers, messages
+from kvline_server.grammars.compiler import Compiler
 from kvline_server.grammars.grammar import Grammar
 from kvline_server.grammars.matchers import Matchers
-from kvline_server.grammars.messages import Wanted
+from kvline_server.grammars.messages import Compile, Compiled, Message, Release, Wanted
+from kvline_server.ipc import frames
 
 DIGITS = Grammar("regex", "[0-9]{4}")
 
@@ -31,3 +35,32 @@ def test_a_process_that_does_not_answer_is_waited_for_once(tmp_path: Path) -> No
         made.ask([Wanted(id, [], [], id) for id in range(64)])
         assert set(made.wait().failed.values()) == {matchers.STARTING}
         made.close()
+
+
+def test_a_grammar_whose_answer_comes_as_its_request_leaves_is_given_back(tmp_path: Path) -> None:
+    async def work() -> list[Message]:
+        heard: list[Message] = []
+        ended = asyncio.Event()
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(asyncio.IncompleteReadError):
+                while True:
+                    heard.append(messages.decode(await frames.receive(reader)))
+            writer.close()
+            ended.set()
+
+        path = str(tmp_path / "socket")
+        async with await asyncio.start_unix_server(hear, path):
+            compiler = Compiler(path, limit(20))
+            request = asyncio.create_task(compiler._compile(DIGITS))
+            while not compiler._waiting:
+                await asyncio.sleep(0)
+            compiler._take(Compiled(0, b"key"))
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            await compiler.close()
+            await ended.wait()
+        return heard
+
+    assert asyncio.run(work()) == [Compile(0, DIGITS), Release(b"key")]
