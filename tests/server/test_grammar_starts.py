@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,8 +22,12 @@ from waiting import eventually, limit
 from kvline_server.errors import ConfigInvalid
 from kvline_server.grammars.compiler import Compiler
 from kvline_server.grammars.grammar import Grammar
+from kvline_server.ipc.messages import Channel
 from kvline_server.options.arguments import EngineArguments
+from kvline_server.options.grammars import SMALL
+from kvline_server.options.options import Options
 from kvline_server.parent import grammars
+from kvline_server.parent.children import Child
 from kvline_server.parent.grammars import FOLDER, LONGEST_FOLDER, socket_folder
 
 
@@ -122,3 +127,30 @@ def test_a_place_without_sockets_is_passed_over_and_none_is_an_error_of_the_sett
     with pytest.raises(ConfigInvalid, match=f"{short} .Operation not supported.*set TMPDIR"):
         socket_folder(short)
     assert not list(short.iterdir())
+
+
+def test_a_start_that_fails_is_made_again(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a node that has no process to spare."""
+    starts: list[int] = []
+
+    def begin(*_: object) -> Child:
+        starts.append(0)
+        if len(starts) == 2:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return Child(subprocess.Popen(["true"]), Channel(ours), [])
+
+    log: list[str] = []
+    monkeypatch.setattr(grammars, "start_grammars", begin)
+    monkeypatch.setattr(grammars, "FIRST_PAUSE", 0.01)
+    config = short / "launch.json"
+    made = grammars.GrammarProcess(Options(config=config, state_dir=short), SMALL, log.append)
+
+    def started() -> bool:
+        made.tend()
+        return len(starts) >= 3
+
+    eventually(started, 10, on="server")
+    assert any("Resource temporarily unavailable; tried again in" in line for line in log)
+    made.close()

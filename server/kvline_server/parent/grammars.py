@@ -62,9 +62,7 @@ class GrammarProcess:
             self._log(f"warning: the process of grammars ended with {how}; {again}")
         elif now > self._ended_at + self._pause:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self.child.channel.connection.close()
-            self._began_at, self._ended_at = now, None
-            self.child = self._start()
+            self._start_again(now)
 
     def close(self) -> None:
         self.child.kill()
@@ -72,6 +70,17 @@ class GrammarProcess:
         self._listener.close()
         os.close(self.service.rows_fd)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start_again(self, now: float) -> None:
+        try:
+            child = self._start()
+        except OSError as error:  # a node without processes or memory to spare
+            self._ended_at = now
+            again = f"tried again in {self._pause:g} s"
+            self._log(f"warning: the process of grammars is not started: {error}; {again}")
+            return
+        self.child.channel.connection.close()
+        self._began_at, self._ended_at, self.child = now, None, child
 
     def _start(self) -> Child:
         child = start_grammars(self._options, self._bounds, self._listener, self.service.rows_fd)
