@@ -7,11 +7,13 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +101,11 @@ def run(grammars: Grammars, work: Callable[[Compiler], Awaitable[T]]) -> T:
 async def key_of(compiler: Compiler, grammar: Grammar) -> bytes:
     with await compiler.compiled(grammar) as key:
         return key
+
+
+def has_ended(pid: int) -> bool:
+    """Though nobody has waited for it yet."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def step(made: Matchers, tokens: dict[int, list[int]]) -> Masks:
@@ -399,6 +406,44 @@ def test_what_is_kept_is_bounded(start: Callable[..., Grammars]) -> None:
 
     run(grammars, work)
     assert len(grammars.forked()) == 1, "it was not replaced"
+
+
+def test_processes_that_end_at_once_end_no_other(start: Callable[..., Grammars]) -> None:
+    """The one that fills masks, and one that tries a grammar."""
+    grammars = start()
+
+    async def work(compiler: Compiler) -> None:
+        task = asyncio.create_task(key_of(compiler, HUGE))
+        while len(forked := grammars.forked()) < 2:
+            await asyncio.sleep(0.01)
+        trunk = grammars.child.process.pid
+        os.kill(trunk, signal.SIGSTOP)
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+            eventually(partial(has_ended, pid), 10, on="server")
+        os.kill(trunk, signal.SIGCONT)
+        with pytest.raises(NotNow):
+            await task
+        grammars.replaced(forked[0])
+
+    run(grammars, work)
+    run(grammars, lambda compiler: key_of(compiler, JSON))
+    assert grammars.child.process.poll() is None
+
+
+def test_a_process_that_cannot_be_started_is_started_later(start: Callable[..., Grammars]) -> None:
+    """While no file can be opened."""
+    grammars = start()
+    old, trunk = grammars.filling(), grammars.child.process.pid
+    before = resource.prlimit(trunk, resource.RLIMIT_NOFILE)
+    resource.prlimit(trunk, resource.RLIMIT_NOFILE, (3, before[1]))
+    os.kill(old, signal.SIGKILL)
+    eventually(lambda: not grammars.forked(), 10, on="server")
+    time.sleep(0.3)  # some attempts
+    assert grammars.child.process.poll() is None and not grammars.forked()
+    resource.prlimit(trunk, resource.RLIMIT_NOFILE, before)
+    grammars.replaced(old)
+    run(grammars, lambda compiler: key_of(compiler, JSON))
 
 
 def test_a_connection_s_end_gives_back_what_it_keeps(start: Callable[..., Grammars]) -> None:

@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def used(self) -> bool:
-        return bool(self.pins) or any(lexer.sequences for lexer in self.lexers)
+        return self.pins > 0 or any(lexer.sequences for lexer in self.lexers)
 
     def least(self) -> Lexer:
         """The one that the fewest sequences use."""

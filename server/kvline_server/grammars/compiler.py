@@ -56,19 +56,32 @@ class Compiler:
         id = next(self._ids)
         try:
             async with asyncio.timeout(self._seconds):
-                writer = await self._connected()
-                self._waiting[id] = asyncio.get_running_loop().create_future()
-                writer.write(encode(Compile(id, grammar)))
-                answer = await self._waiting[id]
+                writer, answer = await self._answer(id, grammar)
         except TimeoutError:
             raise NotNow(f"the grammar was not compiled within {self._seconds:g} s") from None
         except OSError:
             raise NotNow(ENDED) from None
-        finally:
-            self._waiting.pop(id, None)
         if isinstance(answer, Compiled):
             return writer, answer.key
         raise NotNow(answer.reason) if answer.later else NotServed(answer.reason)
+
+    async def _answer(self, id: int, grammar: Grammar) -> tuple[asyncio.StreamWriter, Answer]:
+        writer = await self._connected()
+        answer = self._waiting[id] = asyncio.get_running_loop().create_future()
+        writer.write(encode(Compile(id, grammar)))
+        try:
+            return writer, await answer
+        except asyncio.CancelledError:  # its time is over, or its client has left
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._return(writer, answer.result())
+            raise
+        finally:
+            del self._waiting[id]
+
+    def _return(self, writer: asyncio.StreamWriter, answer: Answer) -> None:
+        """One that nobody waits for any more."""
+        if isinstance(answer, Compiled) and writer is self._writer:
+            writer.write(encode(Release(answer.key)))
 
     async def _connected(self) -> asyncio.StreamWriter:
         async with self._connecting:
@@ -95,8 +108,8 @@ class Compiler:
         future = self._waiting.get(answer.id)
         if future is not None and not future.done():
             future.set_result(answer)
-        elif isinstance(answer, Compiled) and self._writer is not None:
-            self._writer.write(encode(Release(answer.key)))  # nobody waits for it any more
+        elif self._writer is not None:
+            self._return(self._writer, answer)
 
     async def close(self) -> None:
         if self._reading is not None and self._writer is not None:

@@ -51,6 +51,7 @@ class Matchers:
         self._received = Received()
         self._ready = False  # the process serves this engine
         self._tried_at = 0.0  # to connect
+        self._greeted = False  # whether a sequence has waited for what this connection reaches
         self._begun: dict[int, str] = {}  # sequences; why one has failed, empty where it has not
         self._asked: list[int] = []  # sequences
         self._step = 0
@@ -75,7 +76,7 @@ class Matchers:
     def begin(self, sequence: int, key: bytes, after: int | None = None) -> None:
         """A sequence whose text follows a grammar that HTTP has had compiled; with `after`, only
         behind the first such token."""
-        ready = self.ready() or self.attach(GREETING_SECONDS)
+        ready = self.ready() or self._greet()
         self._begun[sequence] = "" if ready else STARTING
         if ready:
             self._send(Begin(sequence, key, after))
@@ -109,6 +110,14 @@ class Matchers:
     def close(self) -> None:
         self._lose(ENDED)
 
+    def _greet(self) -> bool:
+        """Once a connection: a process that starts or is busy would stall the engine for each
+        sequence."""
+        if self._socket is None or self._greeted:
+            return False
+        self._greeted = True
+        return self.attach(GREETING_SECONDS)
+
     def _connect(self) -> None:
         if time.monotonic() < self._tried_at + RETRY_SECONDS:
             return
@@ -121,7 +130,7 @@ class Matchers:
             made.close()
             return
         made.settimeout(self._seconds)
-        self._socket, self._received = made, Received()
+        self._socket, self._received, self._greeted = made, Received(), False
         self._send(Attach(self._rows))
 
     def _send(self, message: messages.Message) -> None:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvline_contract.launch import LaunchConfig
 from kvline_server.errors import InvalidFrame
@@ -32,12 +33,21 @@ from kvline_server.ipc.messages import Channel, GrammarsReady
 from kvline_server.ipc.starvation import Quiet
 from kvline_server.model.config import read_config
 from kvline_server.options.arguments import GrammarArguments
-from kvline_server.options.grammars import GrammarBounds
+from kvline_server.options.grammars import HTTP_SECONDS, GrammarBounds
 
 POLL_SECONDS = 0.5
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0  # seconds before a process that ended is replaced
 CALM_SECONDS = 60.0  # after which a process that ends did not end soon
-MAX_WAITING = 256  # grammars that wait to be tried
+MAX_WAITING, MAX_WAITING_BYTES = 256, 8 << 20  # grammars that wait to be tried, and their texts
+NOT_TRIED = f"it was not tried within {HTTP_SECONDS:g} s"
+
+
+class Waiting(NamedTuple):
+    """A grammar that is not tried yet."""
+
+    since: float
+    bytes: int  # that it takes
+    wanted: Try
 
 
 class Trunk:
@@ -59,7 +69,7 @@ class Trunk:
         self.control, self.listener, self.rows, self.silent = control, listener, rows, silent
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ)
-        self.waiting: deque[Try] = deque()
+        self.waiting: deque[Waiting] = deque()
         self.trials: dict[int, Trial] = {}  # by their pipes
         self.ended = False
         self.pause = FIRST_PAUSE
@@ -74,16 +84,24 @@ class Trunk:
                 elif key.fileobj is self.socket:
                     self._hear()
                 elif isinstance(key.fileobj, int):
-                    self._read(self.trials[key.fileobj])
-            self._tend()
-        self._kill()
+                    self._read(key.fileobj)
+            if not self.ended:
+                self._tend()
+        if self.pid:
+            self._kill()
 
     def _start(self) -> None:
-        """The process that fills masks."""
-        self.socket, theirs = socket.socketpair()
+        """The process that fills masks. Raises OSError where none can be started."""
+        ours, theirs = socket.socketpair()
         work, keep = self._serve, (theirs.fileno(), self.listener.fileno(), self.rows)
-        self.pid = forked(lambda: work(theirs), keep)
-        theirs.close()
+        try:
+            self.pid = forked(lambda: work(theirs), keep)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.socket = ours
         self.received, self.heard_at = Received(), time.monotonic()
         self.began_at = self.heard_at
         self.quiet = Quiet(lambda: self.heard_at)
@@ -99,17 +117,18 @@ class Trunk:
             data = self.socket.recv(1 << 18)
             self.received.add(data)
             while (body := self.received.take()) is not None:
-                self._handle(messages.decode(body))
+                self._handle(messages.decode(body), len(body))
         except (OSError, InvalidFrame):
             data = b""
         if not data:
             self._replace()
 
-    def _handle(self, message: messages.Message) -> None:
+    def _handle(self, message: messages.Message, size: int) -> None:
         self.heard_at = time.monotonic()
         if isinstance(message, Try):
-            if len(self.waiting) < MAX_WAITING:
-                self.waiting.append(message)
+            taken = sum(each.bytes for each in self.waiting)
+            if len(self.waiting) < MAX_WAITING and taken + size <= MAX_WAITING_BYTES:
+                self.waiting.append(Waiting(self.heard_at, size, message))
             else:
                 self._answer(Tried(message.id, service.BUSY, later=True))
         elif not isinstance(message, Alive):
@@ -121,9 +140,10 @@ class Trunk:
         self.quiet.watch([self.pid])
         if self.quiet.seconds() > self.silent:
             self._replace()
+        self._give_up()
         while self.waiting and len(self.trials) < self.bounds.trials:
             assert self.vocabulary is not None
-            wanted = self.waiting.popleft()
+            wanted = self.waiting.popleft().wanted
             try:
                 made = trial.start(wanted.id, wanted.grammar, self.vocabulary, self.bounds)
             except OSError as error:
@@ -133,7 +153,15 @@ class Trunk:
             self.trials[made.pipe] = made
             self.selector.register(made.pipe, selectors.EVENT_READ)
 
-    def _read(self, running: Trial) -> None:
+    def _give_up(self) -> None:
+        """Grammars that no request waits for any more: those of others are behind them."""
+        while self.waiting and time.monotonic() - self.waiting[0].since > HTTP_SECONDS:
+            self._answer(Tried(self.waiting.popleft().wanted.id, NOT_TRIED, later=True))
+
+    def _read(self, pipe: int) -> None:
+        running = self.trials.get(pipe)
+        if running is None:  # it was ended since the selector named its pipe
+            return
         if running.read():
             self.selector.unregister(running.pipe)
             del self.trials[running.pipe]
@@ -151,9 +179,15 @@ class Trunk:
         print(f"the process that fills masks ended ({code})", file=sys.stderr, flush=True)
         if lived > CALM_SECONDS:
             self.pause = FIRST_PAUSE
-        time.sleep(self.pause)
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        self._start()
+        while not self.selector.select(self.pause):  # in which only the parent is left
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+            try:
+                self._start()
+                return
+            except OSError as error:
+                why = f"no process that fills masks could be started: {error.strerror}"
+                print(why, file=sys.stderr, flush=True)
+        self.ended = True
 
     def _kill(self) -> int:
         """All that it has forked. -> the exit code of the process that fills masks"""
@@ -168,6 +202,7 @@ class Trunk:
         _, status = os.waitpid(self.pid, 0)
         self.selector.unregister(self.socket)
         self.socket.close()
+        self.pid = 0
         return os.waitstatus_to_exitcode(status)
 
 

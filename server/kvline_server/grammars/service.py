@@ -13,7 +13,7 @@ import mmap
 import os
 import socket
 import sys
-from collections import Counter
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -99,8 +99,8 @@ class Connection:
     ) -> None:
         self.keeper, self.unsupported, self.rows_file = keeper, unsupported, rows
         self.reader, self.writer = reader, writer
-        self.pins: Counter[bytes] = Counter()
-        self.pinned: dict[bytes, Entry] = {}
+        # An entry for each Compile: a grammar that was dropped and compiled anew has another one.
+        self.pinned: dict[bytes, deque[Entry]] = {}
         self.compiling: set[asyncio.Task[None]] = set()
         self.rows: Rows | None = None
 
@@ -165,25 +165,23 @@ class Connection:
         except Later as error:
             answer = Refused(message.id, str(error), later=True)
         else:
-            self.pins[entry.key] += 1
-            self.pinned[entry.key] = entry
+            self.pinned.setdefault(entry.key, deque()).append(entry)
             answer = Compiled(message.id, entry.key)
         self.writer.write(encode(answer))
 
     def _release(self, key: bytes) -> None:
-        entry = self.pinned.get(key)
-        if entry is None:
+        entries = self.pinned.get(key)
+        if entries is None:
             raise InvalidFrame("a release of what it does not keep")
-        entry.pins -= 1
-        self.pins[key] -= 1
-        if not self.pins[key]:
-            del self.pins[key], self.pinned[key]
+        entries.popleft().pins -= 1
+        if not entries:
+            del self.pinned[key]
 
     def _drop(self) -> None:
         for task in self.compiling:
             task.cancel()
-        for key, entry in self.pinned.items():
-            entry.pins -= self.pins[key]
+        for entry in itertools.chain.from_iterable(self.pinned.values()):
+            entry.pins -= 1
         if self.keeper is not None:
             self.keeper.leave(self)
         self.writer.close()

@@ -147,11 +147,12 @@ class Supervisor:
             self.starting.watch([*engine, *http])
 
     def _tend_grammars(self) -> None:
-        """Where a process of theirs still starts, so that it is measured, the engine waits."""
+        """On a CPU the engine waits for a process of theirs that starts: it measures all memory."""
         assert self.grammars is not None
         self.grammars.tend()
         waiting = self.engine if self.engine is not self.notified else None
-        if waiting is not None and self.health.edge.ready and self.grammars.settled:
+        settled = self.device is not Device.CPU or self.grammars.settled
+        if waiting is not None and self.health.edge.ready and settled:
             self.notified = waiting
             waiting.first.tell(NeighboursReady())
 
