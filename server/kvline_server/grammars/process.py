@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvline_contract.launch import LaunchConfig
-from kvline_server.errors import InvalidFrame
+from kvline_server.errors import InvalidFrame, ServerError
 from kvline_server.grammars import messages, service, trial
 from kvline_server.grammars.children import end_with, forked
 from kvline_server.grammars.messages import Alive, Tried, Try
@@ -211,9 +211,11 @@ def opened(folder: Path) -> tuple[Vocabulary | None, str]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None, "the model has no tokenizer.json"
-    model = read_config(folder)
     try:
+        model = read_config(folder)
         return Vocabulary(file, model.vocabulary, model.eos_token_ids), ""
+    except ServerError as error:  # HTTP and the engine end the start, and say why
+        return None, str(error)
     except TokenizerUnsupported as error:
         return None, f"the model's tokenizer is not one of those that grammars know: {error}"
 
