@@ -310,14 +310,14 @@ def test_a_grammar_begins_where_a_budget_ends_reasoning(
                     60,
                     temperature=0.0,
                     grammar=key,
-                    grammar_after=END_MARK,
                     thinking=ThinkingBudget(tokens, END_MARK),
                 )
                 each.submit(id, [5, 6, 7], asked)
             made.append(finish(each))
         return made
 
-    for found in play(grammars, [DIGITS], work):
+    behind = f"start: <[^{END_MARK}]>* <[{END_MARK}]> @answer"
+    for found in play(grammars, [Grammar("regex", DIGITS.text, around=behind)], work):
         for id, tokens in enumerate((0, 9, 30)):
             answer = ids(found[id])
             at = answer.index(END_MARK)

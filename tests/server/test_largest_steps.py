@@ -58,7 +58,7 @@ def test_the_stress_set_plays_every_option_at_once() -> None:
     """In decodes, in prefills and in steps of both: an option that is added must be played."""
     neutral, asked = SamplingParams(max_tokens=1), worst_params(50_000, 20)
     not_played = {"temperature", "seed", "cache_salt"}  # cost nothing, or save
-    masks = {"grammar", "grammar_after", "thinking"}  # in a step they are masks: of each row, below
+    masks = {"grammar", "thinking"}  # in a step they are masks: of each row, below
     for name in set(SamplingParams.__struct_fields__) - not_played - masks:
         assert getattr(asked, name) != getattr(neutral, name), name
     assert len(asked.logit_bias) == MAX_BIASES and max(asked.logit_bias) < 50_000

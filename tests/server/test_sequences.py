@@ -72,8 +72,8 @@ class Play:
         self.rows = np.zeros((rows, known.words), np.int32)
         self.step = 0
 
-    def begin(self, id: int, made: Entry, after: int | None = None) -> None:
-        self.sequences.begin(Begin(id, made.key, after), made)
+    def begin(self, id: int, made: Entry) -> None:
+        self.sequences.begin(Begin(id, made.key), made)
 
     def fill(self, *wanted: Wanted) -> Filled:
         self.step += 1
@@ -308,15 +308,16 @@ def test_tokens_beyond_the_model_are_in_no_mask(tmp_path: Path) -> None:
         compiled(Grammar("regex", "c"), made, STATES)
 
 
-def test_a_grammar_begins_behind_a_token(plain: Vocabulary) -> None:
+def test_an_answer_begins_behind_a_token_of_its_grammar(plain: Vocabulary) -> None:
     """Where reasoning ends, also in the middle of new tokens and of drafts."""
     ids = byte_level().get_vocab()
     think = ids[THINK]
     a, b, c = (plain.tokenizer.tokenize_str(letter)[0] for letter in "abc")
-    made, play = entry(plain, Grammar("regex", "abc")), Play(plain)
-    play.begin(1, made, after=think)
-    everything = list(range(SIZE))
-    assert play.next(1, b, b, c) == everything
+    around = f"start: <[^{think}]>* <[{think}]> @answer"
+    made, play = entry(plain, Grammar("regex", "abc", around=around)), Play(plain)
+    play.begin(1, made)
+    everything = play.next(1, b, b, c)
+    assert {a, b, c, think} < set(everything)
     filled = play.fill(Wanted(1, [c], [b, think, a, b], 0))
     assert not filled.failed
     rows = [play.allowed(at) for at in range(5)]

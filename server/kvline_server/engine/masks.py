@@ -88,7 +88,7 @@ class Masks:
         if params.thinking is not None:
             sequence.reasoning = Reasoning.under(params.thinking)
         if params.grammar and self._matchers is not None:
-            self._matchers.begin(sequence.id, params.grammar, params.grammar_after)
+            self._matchers.begin(sequence.id, params.grammar)
 
     def end(self, sequence: Sequence) -> None:
         """Whatever ends it."""

@@ -73,13 +73,12 @@ class Matchers:
         self._receive(0.0)
         return self._ready
 
-    def begin(self, sequence: int, key: bytes, after: int | None = None) -> None:
-        """A sequence whose text follows a grammar that HTTP has had compiled; with `after`, only
-        behind the first such token."""
+    def begin(self, sequence: int, key: bytes) -> None:
+        """A sequence whose text follows a grammar that HTTP has had compiled."""
         ready = self.ready() or self._greet()
         self._begun[sequence] = "" if ready else STARTING
         if ready:
-            self._send(Begin(sequence, key, after))
+            self._send(Begin(sequence, key))
 
     def end(self, sequence: int) -> None:
         """One that has ended, for whatever reason."""

@@ -50,12 +50,10 @@ class Attached(msgspec.Struct, tag="attached", array_like=True):
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True):
-    """A sequence, whose text follows the grammar behind the first token that is `after`: there
-    reasoning ends. None: at once."""
+    """A sequence, whose text follows the grammar."""
 
     sequence: int
     key: bytes
-    after: int | None = None
 
 
 class End(msgspec.Struct, tag="end", array_like=True):

@@ -34,16 +34,10 @@ class Sequence:
     entry: Entry
     lexer: Lexer
     matcher: LLMatcher
-    after: int | None  # the token behind which its grammar begins; None: it has begun
     tokens: array[int] = field(default_factory=lambda: array("i"))  # that the matcher has had
 
     def take(self, tokens: list[int]) -> None:
         """Its new tokens."""
-        if self.after is not None:
-            if self.after not in tokens:
-                return
-            tokens = tokens[tokens.index(self.after) + 1 :]
-            self.after = None
         if tokens:
             self.tokens.extend(tokens)
             self.matcher.consume_tokens(tokens)
@@ -57,7 +51,7 @@ class Sequence:
 
 
 class Job(NamedTuple):
-    """Masks of a sequence that its grammar restricts."""
+    """Masks of a sequence."""
 
     sequence: Sequence
     row: int  # of the first; one behind each of the drafts follows
@@ -79,7 +73,7 @@ class Sequences:
         lexer = entry.least()
         lexer.sequences += 1
         matcher = lexer.start.deep_copy()
-        self.begun[asked.sequence] = Sequence(asked.sequence, entry, lexer, matcher, asked.after)
+        self.begun[asked.sequence] = Sequence(asked.sequence, entry, lexer, matcher)
 
     def end(self, id: int) -> None:
         sequence = self.begun.pop(id, None)
@@ -100,18 +94,16 @@ class Sequences:
                 failed[each.sequence] = UNKNOWN
                 continue
             sequence.take(each.tokens)
-            job = _job(sequence, each)
-            if each.drafts or job is None:  # what no mask restricts
+            if each.drafts:  # those behind one that is not allowed get no mask
                 self._allow(each, rows)
-            if job is not None:
-                jobs.append(job)
+            jobs.append(Job(sequence, each.row, each.drafts))
         failed |= self._fill(jobs, rows)
         for each in wanted:
             if each.sequence in failed:
                 self._allow(each, rows)
                 self.end(each.sequence)
-        stopped = [job.sequence for job in jobs if job.sequence.after is None]
-        finished = [s.id for s in stopped if s.id not in failed and s.matcher.is_stopped()]
+        stopped = [job.sequence.id for job in jobs if job.matcher.is_stopped()]
+        finished = [id for id in stopped if id not in failed]
         return Filled(step, finished, list(failed.items()))
 
     def _allow(self, wanted: Wanted, rows: Rows) -> None:
@@ -209,13 +201,3 @@ class Sequences:
 
 def _lexer(job: Job) -> int:
     return id(job.sequence.lexer)
-
-
-def _job(sequence: Sequence, wanted: Wanted) -> Job | None:
-    """None where reasoning goes on behind all of its drafts."""
-    if sequence.after is None:
-        return Job(sequence, wanted.row, wanted.drafts)
-    if sequence.after not in wanted.drafts:
-        return None
-    begun = wanted.drafts.index(sequence.after) + 1
-    return Job(sequence, wanted.row + begun, wanted.drafts[begun:])

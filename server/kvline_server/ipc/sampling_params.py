@@ -34,7 +34,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None  # alternatives per prompt token; None: no logprobs
     cache_salt: str = ""  # only requests with the same one share pages of the prefix cache
     grammar: bytes = b""  # key of the compiled one that the answer follows; empty: none
-    grammar_after: int | None = None  # it begins behind the first such token; None: at once
     thinking: ThinkingBudget | None = None
 
     @property
