@@ -10,6 +10,7 @@ from kvline_contract.launch import ToolCallParser
 from kvline_server.formats.detect import NoFormat, detect, detect_thinking
 from kvline_server.formats.format import FORMATS, Format, Thinking
 from kvline_server.formats.grammar import Choice
+from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.tools import NamedTool
 
@@ -30,15 +31,25 @@ def answering(
     return Answering(format, detect_thinking(template, ids), ids)
 
 
+def format_of_calls(request: ChatRequest, model: Answering) -> Format | None:
+    """Of those that an answer may have; None where it may have none. Raises BadRequest where the
+    request has tools, and no parser reads their calls."""
+    if not request.may_call():
+        return None
+    if isinstance(model.format, NoFormat):
+        raise BadRequest(f"tools: {model.format}", "tools", "unsupported_value")
+    return model.format
+
+
 def choice(request: ChatRequest) -> Choice | None:
     """Of its calls, where they are guaranteed, which needs a grammar."""
-    if not request.tools or request.tool_choice == "none":
+    if not request.may_call():
         return None
     if isinstance(request.tool_choice, NamedTool):
         return Choice("named", request.tool_choice.function.name)
     if request.tool_choice == "required":
         return Choice("required")
-    strict = any(tool.function.strict for tool in request.tools)
+    strict = any(tool.function.strict for tool in request.tools or ())
     return Choice("auto") if strict else None
 
 

@@ -23,7 +23,7 @@ from kvline_server.grammars.asked import ONE_OF, asked
 from kvline_server.grammars.compiler import Compiler, NotNow, NotServed
 from kvline_server.grammars.grammar import Grammar, GrammarInvalid, checked
 from kvline_server.grammars.lark import marks
-from kvline_server.http.answering import Answering, choice
+from kvline_server.http.answering import Answering, choice, format_of_calls
 from kvline_server.http.errors import BadRequest, NoGrammar
 from kvline_server.http.generate import Generator
 from kvline_server.http.protocol.chat import ChatRequest
@@ -153,23 +153,21 @@ def _plain(given: Strict | None) -> dict[str, Any] | None:
 
 def _of_chat(request: ChatRequest, demand: Demand, model: Answering) -> Demand:
     """With the calls that an answer may have, and where it begins. Raises BadRequest."""
-    begins = request.generation_prompt()
-    continued = request.messages[-1].text() if request.continue_final_message else ""
+    begins, continued = request.generation_prompt(), request.continued()
     demand = replace(demand, model=model, begins=begins, continued=continued)
-    if not request.tools or request.tool_choice == "none":
+    format, given = format_of_calls(request, model), request.tools or []
+    if format is None:
         return demand
-    if isinstance(model.format, NoFormat):
-        raise BadRequest(f"tools: {model.format}", "tools", "unsupported_value")
     kind = choice(request)
     param, answer = demand.param, demand.answer
     if kind is not None and kind.kind != "auto":
         param, answer = "tool_choice", None  # an answer of calls has no text
     elif kind is not None and answer is None:
-        strict = [at for at, tool in enumerate(request.tools) if tool.function.strict]
+        strict = [at for at, tool in enumerate(given) if tool.function.strict]
         param = f"tools[{strict[0]}].function.strict"
-    if answer is not None and any(not each.mark for each in model.format.written()):
+    if answer is not None and any(not each.mark for each in format.written()):
         raise BadRequest(f"{param}: {SAME_START}", param, "unsupported_value")
-    tools = [_tool(tool.function) for tool in request.tools]
+    tools = [_tool(tool.function) for tool in given]
     parallel = request.parallel_tool_calls is not False
     return replace(demand, param=param, answer=answer, choice=kind, tools=tools, parallel=parallel)
 

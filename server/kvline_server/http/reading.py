@@ -10,7 +10,7 @@ from kvline_server.formats.detect import NoFormat, in_reasoning
 from kvline_server.formats.format import HARMONY, Body, Format
 from kvline_server.formats.parser import Reads, parser
 from kvline_server.formats.tools import MOST_SCHEMAS, Tool, listed_values, resolved, types
-from kvline_server.http.answering import Answering, constrained
+from kvline_server.http.answering import Answering, constrained, format_of_calls
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.ipc.sampling_params import ThinkingBudget
@@ -45,21 +45,12 @@ def reading(request: ChatRequest, model: Answering, prompt: str) -> Reading | No
     """Of a request whose messages are rendered as `prompt`; None where all that the model writes is
     text. Raises BadRequest where it has tools whose calls cannot be read."""
     format = None if isinstance(model.format, NoFormat) else model.format
-    tools: tuple[Tool, ...] = ()
-    if request.tools and request.tool_choice != "none":
-        if isinstance(model.format, NoFormat):
-            raise BadRequest(f"tools: {model.format}", "tools", "unsupported_value")
-        tools = _tools(request, model.format)
+    of_calls = format_of_calls(request, model)
+    tools = () if of_calls is None else _tools(request, of_calls)
     if model.thinking is None and format is not HARMONY and not tools:
         return None
-    continued = request.messages[-1].text() if request.continue_final_message else ""
-    reads = Reads(
-        format,
-        tools,
-        model.thinking,
-        in_reasoning(model.thinking, prompt, continued),
-        constrained(request),
-    )
+    begun = in_reasoning(model.thinking, prompt, request.continued())
+    reads = Reads(format, tools, model.thinking, begun, constrained(request))
     one_call = request.parallel_tool_calls is False
     return Reading(reads, model.ids, one_call, request.include_reasoning)
 

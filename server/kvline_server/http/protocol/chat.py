@@ -73,6 +73,10 @@ class Conversation(Strict):
             return not self.continue_final_message
         return self.add_generation_prompt
 
+    def continued(self) -> str:
+        """The text that an answer goes on with; empty where it begins a message."""
+        return self.messages[-1].text() if self.continue_final_message else ""
+
     def variables(self) -> dict[str, Any]:
         """What the chat template gets of the request's own names. `enable_thinking` is what
         templates have that know no effort."""
@@ -96,6 +100,10 @@ class ChatRequest(Conversation, GenerationRequest):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True  # in the answer
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_ASKED), WHOLE] | None = None
+
+    def may_call(self) -> bool:
+        """Whether an answer may have calls."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @model_validator(mode="after")
     def _known_tool(self) -> ChatRequest:
