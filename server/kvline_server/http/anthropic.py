@@ -19,6 +19,7 @@ from kvline_server.formats.events import (
 )
 from kvline_server.http.anthropic_request import to_chat
 from kvline_server.http.chat import Chat
+from kvline_server.http.conversation import no_number
 from kvline_server.http.error_forms import anthropic_body
 from kvline_server.http.errors import ApiError
 from kvline_server.http.growing import GrowingText
@@ -182,12 +183,7 @@ def _object(text: msgspec.Raw) -> msgspec.Raw:
     """The arguments of a call; of one that was cut, or is no JSON, nothing is known to be whole."""
     arguments = msgspec.json.decode(text, type=str)
     try:
-        whole = isinstance(json.loads(arguments, parse_constant=_no_number), dict)
+        whole = isinstance(json.loads(arguments, parse_constant=no_number), dict)
     except (ValueError, RecursionError):
         whole = False
     return msgspec.Raw(arguments.encode() if whole else b"{}")
-
-
-def _no_number(text: str) -> float:
-    """NaN and Infinity are none in JSON, though Python reads them."""
-    raise ValueError(text)

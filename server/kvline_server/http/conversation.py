@@ -76,7 +76,7 @@ class _Conversation:
 def _object(text: str) -> Object:
     """At most MAX_DEPTH deep, of finite numbers, without halves of surrogate pairs."""
     try:
-        value = json.loads(text, parse_constant=_no_number, parse_float=_number)
+        value = json.loads(text, parse_constant=no_number, parse_float=_number)
         if not isinstance(value, dict):
             raise ValueError
         check_depth(value, MAX_DEPTH)
@@ -93,10 +93,11 @@ def _thought(text: str, message: ChatMessage) -> Object:
     return made if message.tool_calls and message.text() else {**made, "thinking": text}
 
 
-def _no_number(text: str) -> float:
+def no_number(text: str) -> float:
+    """NaN and Infinity are none in JSON, though Python reads them."""
     raise ValueError(text)
 
 
 def _number(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
+    return value if math.isfinite(value) else no_number(text)

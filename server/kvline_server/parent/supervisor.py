@@ -234,7 +234,7 @@ class Supervisor:
     def _warn(self, text: str | None) -> None:
         if text is not None:
             self.keeper.warn(text)
-            log(f"warning: {text}")
+            self._log_warning(text)
 
     def _start_engine(self) -> None:
         self.health.engine_starts += 1

@@ -46,6 +46,18 @@ def failure(call: Callable[[], object]) -> dict[str, Any]:
     raise AssertionError(f"no error: {got!r}")
 
 
+def calls(
+    whole: Callable[[str], object], streamed: Callable[[str], object]
+) -> dict[str, Callable[[], object]]:
+    """The cases of one call and of several, by what a client makes of a prompt's answer."""
+    return {
+        "tools": lambda: whole(CALL),
+        "tools_stream": lambda: streamed(CALL),
+        "parallel": lambda: whole(CALLS),
+        "parallel_stream": lambda: streamed(CALLS),
+    }
+
+
 def answer(cases: Mapping[str, Callable[[], object]]) -> None:
     """Until the input ends. What a client prints goes to the standard error."""
     out = sys.stdout

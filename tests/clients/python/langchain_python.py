@@ -96,10 +96,7 @@ asked.answer(
     {
         "chat": lambda: {"text": model.invoke(asked.TEXT).content},
         "stream": stream,
-        "tools": lambda: read(bound.invoke(asked.CALL)),
-        "tools_stream": lambda: tools_streamed(asked.CALL),
-        "parallel": lambda: read(bound.invoke(asked.CALLS)),
-        "parallel_stream": lambda: tools_streamed(asked.CALLS),
+        **asked.calls(lambda text: read(bound.invoke(text)), tools_streamed),
         "history": history,
         "required": required,
         "named": lambda: structured("function_calling"),

@@ -97,10 +97,7 @@ asked.answer(
     {
         "chat": lambda: {"text": ask(asked.TEXT).choices[0].message.content},
         "stream": stream,
-        "tools": lambda: called(asked.CALL),
-        "tools_stream": lambda: tools_streamed(asked.CALL),
-        "parallel": lambda: called(asked.CALLS),
-        "parallel_stream": lambda: tools_streamed(asked.CALLS),
+        **asked.calls(called, tools_streamed),
         "history": history,
         # It takes `additionalProperties` out of schemas, so weights might add to them without end.
         "required": lambda: called(asked.CALL, tool_choice="required"),

@@ -176,10 +176,7 @@ asked.answer(
     {
         "chat": chat,
         "stream": stream,
-        "tools": lambda: called(asked.CALL),
-        "tools_stream": lambda: tools_streamed(asked.CALL),
-        "parallel": lambda: called(asked.CALLS),
-        "parallel_stream": lambda: tools_streamed(asked.CALLS),
+        **asked.calls(called, tools_streamed),
         "history": history,
         "required": lambda: one("required"),
         "named": lambda: one(NAMED),
