@@ -7,8 +7,9 @@ spec.capacity.minKVTokens; replicas of an accepted revision only the latter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvline_contract.codec import MAX_KEY
 from kvline_contract.launch import MAX_GATE_GPUS, VERSION, GateFile
@@ -27,6 +28,10 @@ class HasTokens(Protocol):
     def gpu(self) -> str: ...
     @property
     def tokens(self) -> int: ...
+
+
+Named = TypeVar("Named")
+Sized = TypeVar("Sized", bound=HasTokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,10 @@ class Thresholds:
     def distance(self, replica: HasTokens) -> tuple[float, int]:
         """The ratio of a replica's tokens to its threshold (below 1: too few), then the tokens."""
         return replica.tokens / max(1, self.of(replica.gpu).tokens), replica.tokens
+
+    def lowest(self, sized: Iterable[tuple[Named, Sized]]) -> tuple[Named, Sized]:
+        """The replica with the smallest distance."""
+        return min(sized, key=lambda pair: self.distance(pair[1]))
 
     def gate(self, is_open: bool) -> GateFile:
         """The gate file that pods mount; servers too old for the map use its smallest entry."""

@@ -113,7 +113,7 @@ def sufficient(state: ServiceState) -> Condition:
     if not sized:
         return Condition(kind, "Unknown", "Unknown", "no replica of this spec is measured yet")
     gate = state.plan.gate if state.plan.candidate else None
-    pod, size = min(sized, key=lambda pair: state.limits.distance(pair[1]))
+    pod, size = state.limits.lowest(sized)
     limit = state.limits.of(size.gpu)
     if size.tokens < limit.tokens and limit.by_minimum:
         return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
@@ -153,7 +153,7 @@ def _below_baseline(state: ServiceState) -> str:
     short = [(p, m) for p, m in sized if m.tokens < expected.of(m.gpu).tokens]
     if not short:
         return ""
-    pod, size = min(short, key=lambda pair: expected.distance(pair[1]))
+    pod, size = expected.lowest(short)
     limit = expected.of(size.gpu)
     return (
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "

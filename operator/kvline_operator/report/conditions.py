@@ -69,7 +69,7 @@ def model_available(state: ServiceState) -> Condition:
     if found:
         return _of(min(found, key=lambda t: t.effect is Effect.WAITS))
     if any(map(trouble.has_seen_model, state.newest)) or (job is not None and job.has_read):
-        if state.spec.inputs["model"].get("loadFormat") == "random":
+        if state.inputs["model"].get("loadFormat") == "random":
             return Condition(kind, "True", "Random", "weights are random, from config.json alone")
         return Condition(kind, "True", "Available", state.spec.source.text)
     reports = (p.report for p in state.newest if p.report is not None)

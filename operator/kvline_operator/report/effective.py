@@ -22,7 +22,7 @@ CHOSEN = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogpro
 def effective(state: ServiceState) -> Object:
     """Under the spec's names. What the server chooses is there once a replica of the newest
     revision has reported it."""
-    spec, inputs = state.spec, state.spec.inputs
+    spec, inputs = state.spec, state.inputs
     reports = (p.report.effective for p in state.newest if p.report is not None)
     reported: Object = next((encode(found) for found in reports if found is not None), {})
     engine, resources = inputs.get("engine", {}), inputs["resources"]

@@ -20,7 +20,7 @@ def what_if(measured: CapacityStatus | None, state: ServiceState) -> Object:
     if measured is None:
         return {}
     out: Object = {"tokensPerGiB": tokens_per_gib(measured)}
-    inputs = state.stable_data.get("inputs") or state.spec.inputs
+    inputs = state.stable_data.get("inputs") or state.inputs
     rows = estimates(measured, inputs, _running(state, inputs))
     return out | ({"estimates": [_row(each) for each in rows]} if rows else {})
 

@@ -56,6 +56,11 @@ class ServiceState:
     newly_ended: tuple[PodView, ...] = ()
 
     @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """The spec's inputs of a revision, parsed once."""
+        return self.spec.inputs
+
+    @cached_property
     def served_name(self) -> str:
         """The model name of the stable revision, which may differ from the current spec's."""
         return str(self.stable_data.get("servedName") or self.spec.served_name)
@@ -74,7 +79,7 @@ class ServiceState:
     @cached_property
     def url(self) -> str:
         spec = self.spec
-        tls = scheme(read(self.stable_data.get("inputs") or spec.inputs))
+        tls = scheme(read(self.stable_data.get("inputs") or self.inputs))
         return f"{tls}://{spec.base}.{spec.namespace}.svc:{API_PORT}/v1"
 
     @cached_property

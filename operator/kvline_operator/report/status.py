@@ -14,7 +14,7 @@ from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
 from kvline_operator.api.quantity import in_bytes
 from kvline_operator.api.source import Download
-from kvline_operator.api.spec import EARLIER_ACTS, ServiceSpec, Strategy
+from kvline_operator.api.spec import EARLIER_ACTS, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView
 from kvline_operator.plan.autoscale import Scaling
@@ -108,7 +108,7 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
         "replicaSizing": replica_sizing(state),
     }
     figures = _capacity(state)
-    own = spec_warnings(state.spec)
+    own = spec_warnings(state)
     theirs = warnings(state)[: MAX_WARNINGS - len(own)]
     more = {"capacity": figures, "warnings": own + theirs, "diagnosis": diagnosis(state)}
     out |= {key: value for key, value in more.items() if value}
@@ -256,10 +256,10 @@ def _other_limit(pod: PodView, state: ServiceState) -> str:
     )
 
 
-def spec_warnings(spec: ServiceSpec) -> list[str]:
+def spec_warnings(state: ServiceState) -> list[str]:
     """What a spec may ask for, but not without a word."""
-    found, inputs = [], spec.inputs
-    access = inputs.get("access", {})
+    found: list[str] = []
+    spec, access = state.spec, state.inputs.get("access", {})
     if "apiKeySecretRef" in access and "tlsSecretRef" not in access:
         found.append(
             "spec.access.apiKeySecretRef without tlsSecretRef: the API port is plain HTTP, so "
