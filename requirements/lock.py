@@ -33,7 +33,7 @@ def main() -> None:
     before = (datetime.now(UTC) - timedelta(days=7)).strftime("%Y-%m-%d")
     sets = {"dev": ["pyproject.toml", "--extra", "dev"]}
     for image in ("operator", "server", "cuda"):  # traces are asked for by a chart value
-        sets[image] = ["pyproject.toml", "--extra", image, "--extra", "otel"]
+        sets[image] = ["pyproject.toml", "--extra", image, "--extra", "otel", "--extra", "image"]
     for alone in sorted(FOLDER.glob("*.in")):
         if alone.stem != "constraints":
             sets[alone.stem] = [f"requirements/{alone.name}"]

@@ -1,10 +1,12 @@
-"""Faults that need a node: an image that does not exist, no GPU, a drain."""
+"""Faults that need a node: an image that does not exist, no GPU, a drain, an early delete."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import build
 import pytest
 from support import pods, wait
 from test_main_job import RANDOM
@@ -68,3 +70,46 @@ def drained(space: Any, cluster: Any) -> None:
         cluster.kubectl("uncordon", NODE)
     eventually(lambda: serving(space) == 2, 120, on="pod")
     wait(space, "steady", "UpToDate", status="True")
+
+
+SLOW = "import pathlib, time; pathlib.Path('/tmp/starts').touch(); time.sleep(300)"
+
+
+@pytest.mark.parametrize("component", build.COMPONENTS)
+def test_a_pod_that_is_deleted_while_python_starts_leaves_at_once(
+    space: Any, tmp_path: Path, component: str
+) -> None:
+    """The kernel drops a signal that a container's first process has no handler for: in 2 of 40
+    pods that were deleted 0.3 to 0.8 s after they were created, Python was that, and they stayed
+    for their grace period. Here its start is long."""
+    name = f"early-{component}"
+    folder = {"name": "slow", "mountPath": "/slow"}
+    container = {
+        "name": component,
+        "image": build.image_name(component),
+        "env": [{"name": "PYTHONPATH", "value": "/slow"}],
+        "readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/starts"]}, "periodSeconds": 1},
+        "volumeMounts": [folder],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "terminationGracePeriodSeconds": 600,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": [{"name": "slow", "configMap": {"name": name}}],
+        },
+    }
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    (tmp_path / "pod.json").write_text(json.dumps(pod))
+    space.kubectl("create", "configmap", name, f"--from-file={tmp_path / 'sitecustomize.py'}")
+    space.kubectl("create", "-f", str(tmp_path / "pod.json"))
+    space.kubectl("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={limit(60):.0f}s")
+    space.kubectl("delete", "pod", name, "--wait=false")
+    eventually(lambda: space.get("pod", name) is None, 60, on="pod")

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import free_port, launch_config
+from servers import launch_config
 from waiting import eventually, limit
 
 from kvline_server.command.scratch import LOCK, PREFIX, scratch
@@ -286,23 +286,22 @@ def test_a_warning_names_the_flag_that_it_is_of(serve: Serve) -> None:
 
 @pytest.mark.process
 def test_a_run_killed_leaves_a_folder_that_the_next_removes(serve: Serve, tmp_path: Path) -> None:
-    ports = ["--port", free_port(), "--internal-port", free_port()]
+    ports = ["--port", 0, "--internal-port", 0]
     process = serve(*ports)
-    assert ready_line(process)
-    (left,) = (tmp_path / "tmp").iterdir()
-    assert not [file for file in left.iterdir() if file.is_socket()]
+    assert "ready: tiny" in ready_line(process)
+    left = list((tmp_path / "tmp").iterdir())  # where the path is long, sockets have another place
+    (folder,) = (each for each in left if each.name.startswith(PREFIX))
+    assert not [file for file in folder.iterdir() if file.is_socket()]
     process.kill()
     assert process.communicate(timeout=limit(30))[1] == ""  # its children end without a traceback
     again = serve(*ports)
-    eventually(lambda: not left.exists(), on="server")
+    eventually(lambda: not any(each.exists() for each in left), on="server")
     assert again.poll() is None
 
 
 @pytest.mark.process
 def test_a_budget_beyond_the_memory_is_one_line(serve: Serve) -> None:
-    code, line = ends_with(
-        serve("--kv-tokens", 10**9, "--port", free_port(), "--internal-port", free_port())
-    )
+    code, line = ends_with(serve("--kv-tokens", 10**9, "--port", 0, "--internal-port", 0))
     assert code == 40
     assert "--kv-tokens pins 1000000000 tokens" in line
 
@@ -332,9 +331,7 @@ def test_a_broken_model_file_ends_the_start_and_is_named(
     """F56: with the code for a model that is broken, in one line."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     harm(model / file)
-    code, line = ends_with(
-        serve("--port", free_port(), "--internal-port", free_port(), model=model)
-    )
+    code, line = ends_with(serve("--port", 0, "--internal-port", 0, model=model))
     assert code == 31
     assert named in line
 
@@ -346,25 +343,3 @@ def test_the_parent_imports_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-HANDLED = """
-import runpy, signal, sys
-
-class First:
-    def find_spec(self, name, *_):
-        if name == "kvline_server.command":
-            print(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
-            sys.exit()
-
-sys.meta_path.insert(0, First())
-sys.argv = ["kvline-server", "--help"]
-runpy.run_module("kvline_server", run_name="__main__", alter_sys=True)
-"""
-
-
-def test_a_signal_is_handled_before_what_takes_long_is_imported() -> None:
-    """A container's first process does not get a signal without a handler: a pod that was deleted
-    two seconds after its start stayed for an hour."""
-    done = subprocess.run([sys.executable, "-c", HANDLED], capture_output=True, text=True)
-    assert done.stdout.strip() == "True", done.stderr
