@@ -39,7 +39,7 @@ def rank_of(folder: Path, group: GlooGroup) -> Local:
 
 def steps_of(folder: Path, file: int) -> wire.Steps:
     size = wire.step_bytes(ROWS, RUNNING, LENGTH, read_config(folder).vocabulary, 2, 1)
-    return wire.Steps(file, size, 1, 1)
+    return wire.Steps(file, size, 2, 1)
 
 
 def main(model: Path, folder: Path, link: int, steps: int) -> None:

@@ -40,7 +40,8 @@ def mask_one(engine: Engine, id: int, tokens: Iterable[int], vocabulary: int) ->
         sequence = engine.sequences.get(id)
         if sequence is not None:
             own = np.flatnonzero(step.sampled_requests == sequence.request_index).tolist()
-            step = replace(step, masks=masks(dict.fromkeys(own, allowed), vocabulary))
+            given = masks(dict.fromkeys(own, allowed), vocabulary)
+            step = replace(step, constraints=replace(step.constraints, masks=given))
         return launch(step)
 
     engine.executor.launch = masked  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from kvline_server.memory.device import MIB
 from kvline_server.memory.groups import CacheGroup
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
-from kvline_server.parallel.executor import Usage
+from kvline_server.parallel.executor import Forward, Usage
 from kvline_server.sizing.loaded import exchanged
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
@@ -164,6 +164,9 @@ class Machine:
         self._take(len(step.tokens) * self.price + longest * self.context_price + extra)
         return self
 
+    def forward(self, step: Step) -> Forward:
+        raise AssertionError("sizing knows the constraints of its steps")
+
     def rehearse(self, step: Step) -> None:
         return
 
@@ -273,6 +276,9 @@ class Together:
         except DeviceOutOfMemory as error:
             self.apart = True
             raise Apart(f"rank {error.rank}") from error
+
+    def forward(self, step: Step) -> Forward:
+        return self.machines[0].forward(step)
 
     def resize(self, pages: tuple[int, ...]) -> None:
         before = self.pages

@@ -29,6 +29,7 @@ from kvline_server.grammars.grammar import Grammar
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.http.tokens import Tokens
 from kvline_server.ipc.sampling_params import SamplingParams, ThinkingBudget
+from kvline_server.kernels.torch import TorchKernels
 from kvline_server.parallel.gloo import GlooGroup
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.ranks import Ranks
@@ -113,16 +114,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 def test_requests_of_every_option_answer_as_their_schema_says_beside_others(
-    tiny_model: Path, grammars: Grammars, attached: Matchers
+    tiny_model: Path, grammars: Grammars, attached: Matchers, depth: int
 ) -> None:
     """Several of each kind, of different seeds, and as many that follow none: these answer as
-    in an engine without the others."""
+    in an engine without the others. With a step in flight each has a token in every step."""
     bias = closing(tiny_model)
     free = {id: greedy(40, seed=id) for id in range(100, 104)}
 
     def work(key: bytes) -> dict[int, list[Output]]:
-        made = engine(tiny_model, matchers=attached)
+        made = engine(tiny_model, running=30, kernels=TorchKernels(depth=depth), matchers=attached)
         for at, asked in enumerate(OPTIONS.values()):
             for seed in range(3):
                 params = SamplingParams(120, seed=seed, logit_bias=bias, grammar=key, **asked)
@@ -131,6 +133,8 @@ def test_requests_of_every_option_answer_as_their_schema_says_beside_others(
             made.submit(id, [5, 6, id], params)
         found = finish(made)
         assert made.masks.failed == 0
+        most = max(len(ids(outputs)) for outputs in found.values())
+        assert made.steps <= most + 4, "prompts take few of them"
         return found
 
     found = play(grammars, [JSON], work)
@@ -153,14 +157,20 @@ def test_requests_of_every_option_answer_as_their_schema_says_beside_others(
 def test_drafts_and_preemption_change_no_answer_under_a_grammar(
     tiny_model: Path, grammars: Grammars, attached: Matchers
 ) -> None:
-    """Greedy, so that all three say the same: plainly, with draft tokens, and in a cache in which
-    sequences are preempted."""
+    """Greedy, so that all say the same: plainly, with draft tokens, in a cache in which sequences
+    are preempted, and with a step in flight."""
     repeats = Grammar("regex", "(ab){40}")
 
     def work(key: bytes, json: bytes) -> list[dict[int, list[int]]]:
         made = []
-        for more in ({}, {"draft_tokens": 4}, {"pages": 15}, {"pages": 15, "draft_tokens": 4}):
-            each: Engine = engine(tiny_model, matchers=attached, **more)  # type: ignore[arg-type]
+        ways: list[dict[str, Any]] = [
+            {},
+            {"draft_tokens": 4},
+            {"pages": 15},
+            {"pages": 15, "draft_tokens": 4},
+        ]
+        for more in [{**way, "kernels": TorchKernels(depth=n)} for way in ways for n in (0, 1)]:
+            each = engine(tiny_model, matchers=attached, **more)
             for id in range(6):
                 asked = greedy(70, grammar=json if id % 2 else key)
                 each.submit(id, [5, 6, 7, id], asked)
@@ -197,13 +207,14 @@ def test_an_answer_ends_where_nothing_can_follow_also_without_end_tokens(
         assert len(digits) == 6 and digits.isdigit()
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 def test_a_killed_process_ends_those_that_follow_a_grammar_and_no_other(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, depth: int
 ) -> None:
     """In the middle of their answers; the next request is served by its successor."""
     grammars = Grammars(tiny_model, tmp_path)
     attached = grammars.matchers()
-    made = engine(tiny_model, matchers=attached)
+    made = engine(tiny_model, kernels=TorchKernels(depth=depth), matchers=attached)
 
     def work(key: bytes) -> dict[int, list[Output]]:
         for id in range(6):
@@ -273,13 +284,14 @@ def test_a_sequence_that_is_aborted_ends_with_the_process_too(
 END_MARK, BEGIN_MARK = 11, 12
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 @pytest.mark.parametrize("begin", [None, BEGIN_MARK])
 def test_reasoning_ends_by_its_mark_once_its_budget_is_used(
-    tiny_model: Path, begin: int | None, draft_tokens: int
+    tiny_model: Path, begin: int | None, draft_tokens: int, depth: int
 ) -> None:
     """Without any process. What comes before it begins and behind its end is free."""
-    made = engine(tiny_model, draft_tokens=draft_tokens)
+    made = engine(tiny_model, kernels=TorchKernels(depth=depth), draft_tokens=draft_tokens)
     bias = {END_MARK: -100.0} | ({BEGIN_MARK: 2.0} if begin else {BEGIN_MARK: -100.0})
     budgets = (0, 1, 7, 100)
     for id, tokens in enumerate(budgets):
@@ -303,8 +315,9 @@ def test_a_grammar_begins_where_a_budget_ends_reasoning(
 
     def work(key: bytes) -> list[dict[int, list[Output]]]:
         made = []
-        for drafts in (0, 4):
-            each = engine(tiny_model, matchers=attached, draft_tokens=drafts)
+        for drafts, depth in ((0, 0), (0, 1), (4, 0), (4, 1)):
+            kernels = TorchKernels(depth=depth)
+            each = engine(tiny_model, kernels=kernels, matchers=attached, draft_tokens=drafts)
             for id, tokens in enumerate((0, 9, 30)):
                 asked = SamplingParams(
                     60,
@@ -345,10 +358,12 @@ def two_ranks(shared_model: Path, tmp_path: Path) -> Iterator[Ranks]:
     os.close(file)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 def test_ranks_answer_as_the_grammar_says_with_masks_that_are_filled_once(
-    shared_model: Path, two_ranks: Ranks, tmp_path: Path
+    shared_model: Path, two_ranks: Ranks, tmp_path: Path, depth: int
 ) -> None:
-    """Each has half of the vocabulary, and reads its part of the masks from the step."""
+    """Each has half of the vocabulary, and reads its part of the masks behind the step."""
+    two_ranks.local.worker.kernels.depth = depth
     grammars = Grammars(shared_model, tmp_path / "grammars")
     attached = grammars.matchers()
 

@@ -178,7 +178,8 @@ def test_an_engine_of_random_weights_answers_as_its_grammars_say(
         masks.ask(wanted)
         assert not masks.wait().failed
         words = masks.table[: len(rows)].reshape(-1)
-        return launch(replace(step, masks=TokenMasks(np.array(rows, np.int64), words)))
+        given = TokenMasks(np.array(rows, np.int64), words)
+        return launch(replace(step, constraints=replace(step.constraints, masks=given)))
 
     made.executor.launch = masked  # type: ignore[method-assign]
     (quote, brace) = (Tokens(tiny_model).encode(text)[0] for text in '"}')

@@ -29,7 +29,8 @@ from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
-from kvline_server.worker.step import InFlight, LogitsEdits, Results, Step, Table
+from kvline_server.parallel.executor import Forward
+from kvline_server.worker.step import Constraints, InFlight, LogitsEdits, Results, Step, Table
 
 # Memory that is taken for each of these at once: one step has the most of all of them.
 TOGETHER = ("rows", "logits_indices", "sampled", "results", "sequences")
@@ -71,13 +72,13 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) ->
     for name, step in every:
         rows = len(step.sampled_requests)
         assert step.listed.tolist() == list(range(rows)) and step.listed_top == 20 * (rows > 0)
-        assert step.masks.rows.tolist() == list(range(rows)), "each row has a mask"
-        assert len(step.masks.words) == rows * 10, "of 307 tokens"
+        assert step.constraints.masks.rows.tolist() == list(range(rows)), "each row has a mask"
+        assert len(step.constraints.masks.words) == rows * 10, "of 307 tokens"
         if rows and name != "unfiltered":  # every option at once
             assert (
                 step.sampling_metadata.top_k == 307
             ).sum() >= rows - 1 and step.sampling_metadata.filtered.any()
-            penalties, biases = step.logits_edits
+            penalties, biases = step.constraints.logits_edits
             assert set(penalties.rows) == set(range(rows)) and (penalties.factors > 1).all()
             assert len(biases.rows) == rows * MAX_BIASES
     decode, kinds = (step for name, step in every if name == "decode")
@@ -86,7 +87,9 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) ->
     assert len(steps["mixed"].logits_indices) == len(steps["last-chunk"].logits_indices) == 64
     for name in ("prefill-many", "decode", "kinds", "mixed", "unfiltered"):
         assert len(steps[name].sampled_requests) == 8, name
-    assert (decode.logits_edits[0].subtracted > 0).any() and decode.sampling_metadata.filtered.all()
+    assert (
+        decode.constraints.logits_edits[0].subtracted > 0
+    ).any() and decode.sampling_metadata.filtered.all()
     assert (kinds.sampling_metadata.temperatures < GREEDY).tolist() == [True] + 7 * [False]
     short = [step for name, step in every if name == "short-chunks"]
     assert [len(step.tokens) for step in short] == [2, 8, 31, 31]  # of 32 pages
@@ -106,7 +109,7 @@ def test_rows_and_context_of_a_last_chunk_are_in_other_steps_too() -> None:
                 len(step.targets),
                 len(step.sampled_requests),
                 int(step.layout.groups[0].lengths.max()),
-                sum(len(edits.rows) for edits in step.logits_edits),
+                sum(len(edits.rows) for edits in step.constraints.logits_edits),
             )
             for _, step in steps
         ]
@@ -235,7 +238,7 @@ def measures(step: Step, chunk: int, own: list[range]) -> Counter[str]:
     )
     mine = [
         (f"{kind(edits)} of {rank}", edits.within(tokens))
-        for edits in step.logits_edits
+        for edits in step.constraints.logits_edits
         for rank, tokens in enumerate(own)
     ]
     found |= {name: len(edits.rows) for name, edits in mine}
@@ -261,6 +264,9 @@ class Recorder:
         self.pages, self.depth, self.vocabulary = (pages,), depth, vocabulary
         self.steps: list[Step] = []
 
+    def forward(self, step: Step) -> Forward:
+        return Unsampled(self, step)
+
     def launch(self, step: Step) -> InFlight:
         self.steps.append(step)
         sampled, listed = len(step.sampled_requests), len(step.listed)
@@ -272,6 +278,14 @@ class Recorder:
                 listed=table(listed, step.listed_top) if listed else None,
             )
         )
+
+
+class Unsampled(NamedTuple):
+    executor: Recorder
+    step: Step
+
+    def sample(self, constraints: Constraints) -> InFlight:
+        return self.executor.launch(replace(self.step, constraints=constraints))
 
 
 class Known(NamedTuple):

@@ -144,16 +144,14 @@ def test_a_logit_bias_does_not_wait_for_the_last_token(make_model: Callable[...,
     assert all(len(s.tokens) == 3 + 7 for s in made.sequences.values())
 
 
-def test_a_penalised_request_waits_only_for_its_own_tokens(
-    make_model: Callable[..., Path],
-) -> None:
-    """It runs in every other step beside others, which run in every step."""
+def test_a_penalised_request_is_in_every_step(make_model: Callable[..., Path]) -> None:
+    """Its edits follow from its last token, which is read while the step's forward pass runs."""
     made = engine(make_model("llama"))
     for id, params in enumerate((PLAIN, PLAIN, PENALISED)):
         made.submit(id, [1, 2, 3 + id], params)
     assert in_flight(made, 9) == [1] * 9
-    assert [len(made.sequences[id].tokens) - 3 for id in range(3)] == [8, 8, 4]
+    assert [len(made.sequences[id].tokens) - 3 for id in range(3)] == [8, 8, 8]
     alone = engine(make_model("llama"))
     alone.submit(0, [1, 2, 5], PENALISED)
-    in_flight(alone, 8)
-    assert len(alone.sequences[0].tokens) - 3 == 4
+    in_flight(alone, 9)
+    assert len(alone.sequences[0].tokens) - 3 == 8

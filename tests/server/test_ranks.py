@@ -9,14 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from test_wire import small
+from test_wire import flat, small
 from waiting import limit, within
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
@@ -29,7 +30,7 @@ from kvline_server.parallel.join import follow, join
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.ranks import Ranks
 from kvline_server.parallel.wire import Steps
-from kvline_server.worker.step import Step
+from kvline_server.worker.step import Constraints, InFlight, LogitsEdits, Step, TokenMasks
 
 SECONDS = limit(5)  # far more than any call of these takes
 CHOICES: Choices = {(1, 2, 3): 4, (8, 2, 3): 5}
@@ -65,6 +66,7 @@ class FakeLocal:
     limit: int = 1000
     choices: Choices | None = None
     knows: bool = True  # the peaks of its steps
+    constraints: Any = None  # of the last step that got them late
     ran: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class FakeLocal:
         )
 
     def _do(self, name: str) -> None:
-        together = name == "launch"
+        together = name in ("launch", "forward", "sample")
         assert self.group.is_apart is not together, name
         self.ran.append(name)
         if name in self.breaks:
@@ -103,6 +105,17 @@ class FakeLocal:
     def launch(self, step: Step, read: bool = True) -> FakeLocal:
         self._do("launch")
         assert step.tokens.tolist() == [1] and read is (self.rank == 0)
+        return self
+
+    def forward(self, step: Step) -> FakeLocal:
+        self._do("forward")
+        assert step.tokens.tolist() == [1]
+        return self
+
+    def sample(self, constraints: Constraints, read: bool = True) -> FakeLocal:
+        self._do("sample")
+        self.constraints = flat(constraints)
+        assert read is (self.rank == 0)
         return self
 
     def wait(self) -> None:
@@ -192,6 +205,12 @@ def pod(request: pytest.FixtureRequest) -> Iterator[Pod]:
     made.end()
 
 
+ROWS = np.arange(5)
+MASKS = TokenMasks(ROWS, np.arange(50, dtype=np.int32))
+ONES = np.ones(5, np.float32)
+CONSTRAINTS = Constraints((LogitsEdits(ROWS, ROWS + 7, 2 * ONES, ONES),), MASKS)
+WHEN = ["launch", "forward", "sample", "wait"]
+
 CALLS: dict[str, Callable[[Ranks], object]] = {
     "tune": lambda ranks: ranks.tune(8, None),
     "warm_up": lambda ranks: ranks.warm_up(8),
@@ -209,6 +228,13 @@ CALLS: dict[str, Callable[[Ranks], object]] = {
 def hold(ranks: Ranks) -> None:
     with ranks.held(7):
         pass
+
+
+def launched(ranks: Ranks, when: str) -> InFlight:
+    """A step that does something in this call: at once, or in two parts."""
+    if when in ("launch", "wait"):
+        return ranks.launch(small())
+    return ranks.forward(small()).sample(CONSTRAINTS)
 
 
 def out_of_memory() -> None:
@@ -241,6 +267,21 @@ def test_steps_run_on_every_rank_as_fast_as_all_of_them_are(pod: Pod) -> None:
         ranks.launch(small()).wait()
     ranks.settle()  # which comes after all of them
     assert [local.ran.count("launch") for local in pod.locals] == [50] * ranks.ranks
+
+
+def test_the_constraints_of_a_step_follow_it_to_every_rank(pod: Pod) -> None:
+    """Between others, in either buffer."""
+    ranks = pod.ranks()
+    pod.locals[-1].breaks["sample"] = lambda: time.sleep(0.002)
+    for late in 20 * (True, False, True, True):
+        for local in pod.locals:
+            local.constraints = None
+        launched(ranks, "sample" if late else "launch").wait()
+        ranks.settle()
+        wanted = flat(CONSTRAINTS) if late else None
+        assert [local.constraints for local in pod.locals] == [wanted] * ranks.ranks
+    for local in pod.locals:
+        assert [local.ran.count(name) for name in WHEN[:3]] == [20, 60, 60]
 
 
 def test_steps_keep_no_memory_once_ranks_have_settled(pod: Pod) -> None:
@@ -345,13 +386,13 @@ def test_a_rank_that_runs_no_more_steps_is_given_up() -> None:
     pod.end()
 
 
-@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize("when", WHEN)
 def test_memory_that_rank_0_lacks_in_a_joint_step_ends_all(pod: Pod, when: str) -> None:
     """The others wait for it in a collective: nobody answers any more, and nobody is asked."""
     ranks = pod.ranks()
     pod.locals[0].breaks[when] = out_of_memory_translated
     with pytest.raises(StepFailed, match=r"^rank 0: "), ranks.held(7):
-        ranks.launch(small()).wait()
+        launched(ranks, when).wait()
     assert pod.locals[0].holding == 0
 
 
@@ -359,11 +400,12 @@ def out_of_memory_translated() -> None:
     raise DeviceOutOfMemory("launch: none")
 
 
-@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize("when", WHEN)
 def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: str) -> None:
     ranks = pod.ranks()
     pod.locals[1].breaks[when] = out_of_memory_translated
-    ranks.launch(small())
+    with suppress(RankLost):  # where it has ended before the second part of the step
+        launched(ranks, when)
     pod.threads[0].join(SECONDS)  # an error of an earlier step shows while it is idle
     assert isinstance(pod.failed[1], StepFailed)
     assert str(pod.failed[1]) == "rank 1: launch: none"
@@ -371,7 +413,7 @@ def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: 
         ranks.settle()
 
 
-@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("what", ["fault", "bug"])
 def test_what_fails_in_a_joint_step_of_rank_0_is_raised_at_once(
     pod: Pod, when: str, what: str
@@ -379,17 +421,18 @@ def test_what_fails_in_a_joint_step_of_rank_0_is_raised_at_once(
     """The others wait in a collective, and could not answer that they hold nothing any more."""
     ranks, go_on = pod.ranks(), threading.Event()
     for local in pod.locals[1:]:
-        local.breaks["launch"] = lambda: cast(None, go_on.wait(3 * SECONDS))
+        for name in ("launch", "forward"):
+            local.breaks[name] = lambda: cast(None, go_on.wait(3 * SECONDS))
     pod.locals[0].breaks[when] = {"fault": fault, "bug": bug}[what]
     expected = {"fault": DeviceFailure, "bug": ZeroDivisionError}[what]
     with within(5), pytest.raises(expected) as error, ranks.held(7):
-        ranks.launch(small()).wait()
+        launched(ranks, when).wait()
     assert what == "bug" or str(error.value) == "rank 0: a bus error"
     assert pod.locals[0].holding == 0
     go_on.set()
 
 
-@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("what", ["fault", "bug"])
 def test_what_fails_in_a_joint_step_of_another_rank_ends_that_one(
     pod: Pod, when: str, what: str
@@ -403,8 +446,8 @@ def test_what_fails_in_a_joint_step_of_another_rank_ends_that_one(
         raise RankLost("rank 0 waits for another, in vain")
 
     pod.locals[0].breaks["wait"] = broken_collective
-    with within(5), pytest.raises(RankLost, match="in vain"), ranks.held(7):
-        ranks.launch(small()).wait()
+    with within(5), pytest.raises(RankLost, match=r"in vain|has ended"), ranks.held(7):
+        launched(ranks, when).wait()
     expected = {"fault": DeviceFailure, "bug": ZeroDivisionError}[what]
     assert isinstance(pod.failed[1], expected)
     assert pod.locals[0].holding == 0

@@ -20,7 +20,7 @@ from kvline_server.kernels.layout import GroupLayout, Layout, SamplingMetadata
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel import wire
 from kvline_server.parallel.record import Record
-from kvline_server.worker.step import LogitsEdits, Step
+from kvline_server.worker.step import Constraints, LogitsEdits, Step
 
 STEP = Record(Step)
 
@@ -73,10 +73,11 @@ def test_a_step_is_read_as_it_was_written(made: list[Step]) -> None:
 
 @given(values(Step))
 def test_there_is_room_for_arrays_of_so_many_entries(step: Step) -> None:
-    of_step = max(len(array) for array in arrays(replace(step, logits_edits=())))
+    masks = Constraints(masks=step.constraints.masks)
+    of_step = max(len(array) for array in arrays(replace(step, constraints=masks)))
     edits, groups = (
         [max(len(array) for array in arrays(item)) for item in items]
-        for items in (step.logits_edits, step.layout.groups)
+        for items in (step.constraints.logits_edits, step.layout.groups)
     )
     room = STEP.size(of_step) + sum(Record(LogitsEdits).size(most) for most in edits)
     room += sum(Record(GroupLayout).size(most) for most in groups)
@@ -120,7 +121,7 @@ def small() -> Step:
     starts = np.array([0, 1], np.int32)
     layout = Layout(1, starts, row, (GroupLayout(row, starts, row, one, one),))
     metadata = SamplingMetadata(some, row, some, some, np.ones(1, np.uint64))
-    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, metadata, (), one[:0], 0)
+    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, metadata, one[:0], 0)
 
 
 @pytest.mark.parametrize("aliased", [1 << 20, 0])

@@ -17,7 +17,7 @@ from kvline_server.engine.scheduler import NO_DRAFTS, Kind, Work
 from kvline_server.kernels.layout import GroupLayout, Layout, starts
 from kvline_server.memory.caches import GroupPages
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.worker.step import Step
+from kvline_server.worker.step import NO_CONSTRAINTS, NO_MASKS, Constraints, Step, TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class Batch:
 def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     """The step of this work, whose sequences already hold their pages. Pages to be `cleared` before
     it, of each group, may be any."""
-    return Rows(work).batch(cleared)
+    rows = Rows(work)
+    return rows.batch(cleared, rows.constraints())
 
 
 class Rows:
@@ -91,15 +92,37 @@ class Rows:
             if self.drafting:
                 self.drafts.append(NO_DRAFTS)
 
-    def batch(self, cleared: Iterable[Collection[int]]) -> Batch:
-        decodes, prompts, sampled = self.decodes, self.prompts, self.sampled
+    @property
+    def constrained(self) -> bool:
+        """Whether what a sequence may get depends on its last token."""
+        return any(map(attrgetter("constrained"), self.sampled))
+
+    @property
+    def pending(self) -> bool:
+        """Whether the last token of a sequence is not read yet."""
+        return any(map(attrgetter("pending"), self.sampled))
+
+    def constraints(self, masks: TokenMasks = NO_MASKS) -> Constraints:
+        """With these masks, and the edits that follow from the tokens that have been read."""
+        return Constraints(penalties.logits_edits(self._owners()), masks)
+
+    def _owners(self) -> list[Sequence]:
+        """Of each sampled row."""
+        if not self.drafting:
+            return self.sampled
+        pairs = zip(self.sampled, self.drafts, strict=True)
+        return [s for s, drafts in pairs for _ in range(1 + len(drafts))]
+
+    def batch(
+        self, cleared: Iterable[Collection[int]], constraints: Constraints = NO_CONSTRAINTS
+    ) -> Batch:
+        decodes, prompts, sampled = self.decodes, self.prompts, self._owners()
         tokens = _token_ids(decodes, prompts, self.drafting)
         single = 0 if self.drafting else len(decodes)
         layout = _layout(decodes + prompts, single, len(decodes), cleared)
         ahead: np.ndarray | int = 0
         counts = [1 + len(drafts) for drafts in self.drafts] or [1] * len(sampled)
-        if self.drafting:  # a sequence for each sampled row
-            sampled = [s for s, n in zip(sampled, counts, strict=True) for _ in range(n)]
+        if self.drafting:
             ahead = np.concatenate([np.arange(n, dtype=np.uint64) for n in counts])
         requests = np.asarray([s.request_index for s in sampled], dtype=np.int64)
         # Only a sampled row can have an input token that the host has not read.
@@ -118,9 +141,9 @@ class Rows:
             ),
             sampled_requests=requests,
             sampling_metadata=sampling_metadata(sampled, ahead),
-            logits_edits=penalties.logits_edits(sampled),
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
+            constraints=constraints,
         )
         return Batch(step, tuple(self.scored), self.sampled, self.drafts, counts)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import cut, join
-from kvline_server.engine.masks import NOTHING, Asked, Masks, Verdict
+from kvline_server.engine.masks import Masks, Verdict
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.engine.speculation import Speculation, accepted
@@ -106,28 +106,40 @@ class Engine:
         """Launches a batch and reads the results of the step before; on the CPU, those of this
         step. Drafts begin behind the last token, so it is read first. Empty when there are no
         results yet."""
-        early = self._collect(0) if self._waits() else []
+        early = self._collect(0) if self._waits() else list[Output]()
         begun = time.monotonic()
         work = self.scheduler.schedule()
         if work:
             rows = batches.Rows(work)
-            asked, verdicts = self.masks.ask(rows), NO_VERDICTS
-            batch = rows.batch(self.caches.to_clear())
-            if asked is not NOTHING:
-                batch, verdicts = self._masked(batch, asked)
-            now = time.monotonic()
-            launched = self.executor.launch(batch.step)
-            self._in_flight.append(_Launched(batch, launched, verdicts, now, now - begun))
-            self._advance(batch, work)
+            if rows.constrained:
+                early += self._launch_constrained(rows, work, begun)
+            else:
+                batch = rows.batch(self.caches.to_clear(), rows.constraints())
+                now = time.monotonic()
+                launched = self.executor.launch(batch.step)
+                self._in_flight.append(_Launched(batch, launched, NO_VERDICTS, now, now - begun))
+                self._advance(batch, work)
             self.steps += 1
         late = self._collect(self.executor.depth if work else 0)
         return early + late if early else late
 
-    def _masked(
-        self, batch: batches.Batch, asked: Asked
-    ) -> tuple[batches.Batch, dict[Sequence, Verdict]]:
+    def _launch_constrained(
+        self, rows: batches.Rows, work: list[Work], begun: float
+    ) -> list[Output]:
+        """A step whose constraints depend on the tokens before: where these are not read yet, that
+        is done while its forward pass runs."""
+        asked = None if rows.pending else self.masks.ask(rows)
+        batch, out = rows.batch(self.caches.to_clear()), list[Output]()
+        now = time.monotonic()
+        forward = self.executor.forward(batch.step)
+        self._advance(batch, work)
+        if asked is None:
+            out = self._collect(0)
+            asked = self.masks.ask(rows)
         masks, verdicts = self.masks.wait(asked, self.executor.vocabulary)
-        return replace(batch, step=replace(batch.step, masks=masks)), verdicts
+        step = forward.sample(rows.constraints(masks))
+        self._in_flight.append(_Launched(batch, step, verdicts, now, now - begun))
+        return out
 
     def _waits(self) -> bool:
         """Whether the next step is scheduled with all tokens read."""

@@ -1,8 +1,8 @@
 """Which tokens the sampled rows of a step may get: by the grammars that sequences follow, and where
 a budget of reasoning is used up, its end alone.
 
-A step's masks are asked for once its rows are known, and come while its arrays are built. What goes
-wrong with a grammar ends the sequences that follow it, and no other.
+A step's masks are asked for once the tokens before it are read, and come while its forward pass
+runs. What goes wrong with a grammar ends the sequences that follow it, and no other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvline_server.grammars import matchers
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.grammars.messages import Wanted
 from kvline_server.ipc.sampling_params import ThinkingBudget
-from kvline_server.worker.step import MASK_BITS, TokenMasks, mask_words
+from kvline_server.worker.step import MASK_BITS, NO_MASKS, TokenMasks, mask_words
 
 NO_PROCESS = "this server fills no masks"
 NO_TABLE: NDArray[np.int32] = np.empty((0, 0), np.int32)
@@ -121,6 +121,8 @@ class Masks:
 
     def wait(self, asked: Asked, vocabulary: int) -> tuple[TokenMasks, dict[Sequence, Verdict]]:
         """Of a model with so many tokens. -> also which sequences end with the step"""
+        if asked is NOTHING:
+            return NO_MASKS, {}
         owners, table = {each.id: each for each in asked.owners}, NO_TABLE
         found = matchers.Masks(frozenset(), dict.fromkeys(owners, NO_PROCESS))
         if owners and self._matchers is not None:
@@ -143,7 +145,7 @@ def _ends(
     that ends it."""
     sequence.reasoning = here = here and here.behind(new)
     if here is None:
-        sequence.waits = sequence.has_penalties or bool(sequence.params.grammar)
+        sequence.constrained = sequence.has_penalties or bool(sequence.params.grammar)
     ends = {}
     for at in range(1 + len(drafts)):
         if here is not None and here.must_end:

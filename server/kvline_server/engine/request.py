@@ -73,8 +73,8 @@ class Sequence:
     ended: bool = False  # results still in flight are discarded
     limit: int = field(init=False)  # tokens that it may have at most
     has_penalties: bool = field(init=False)  # of its params, cached because each step reads it
-    # Its next token depends on its last one beyond the model: it waits until that one is read.
-    waits: bool = field(init=False)
+    # What it may get depends on its last token: it is sampled once that one is read.
+    constrained: bool = field(init=False)
     sampling_row: bytes = field(init=False)  # one element of SAMPLING_ROW
     not_finite: bool = False  # a prompt position's logits were not finite
     submitted: float = field(default_factory=time.monotonic)
@@ -84,7 +84,7 @@ class Sequence:
         p = self.params
         self.limit = self.prompt_length + p.max_tokens
         self.has_penalties, self.masked = p.has_penalties, self.prompt_length
-        self.waits = p.has_penalties or p.has_masks
+        self.constrained = p.has_penalties or p.has_masks
         self.extras = {0: p.cache_salt.encode()} if p.cache_salt else NO_EXTRAS
         self.sampling_row = _PACK(
             p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK

@@ -103,11 +103,10 @@ class Scheduler:
                 prefilling.append(sequence)
             elif sequence.pending and length >= sequence.limit:
                 ending += 1
-            elif not sequence.waits:
+            else:
                 ready.append(sequence)
-            elif not sequence.pending:
-                ready.append(sequence)
-                penalised += sequence.penalised
+                if sequence.constrained:
+                    penalised += sequence.penalised
         ready = self._bounded(ready, penalised)
         live = len(self.running) - ending
         budget -= self._decode(ready, budget, work)

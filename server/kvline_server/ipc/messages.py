@@ -175,9 +175,18 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Run(msgspec.Struct, tag="run", array_like=True):
-    """Rank 0 to another: launch the step in this buffer. It is not answered."""
+    """Rank 0 to another: launch the step in this buffer, or where it `samples` nothing yet, its
+    forward pass. It is not answered."""
 
     buffer: int
+    samples: bool = True
+
+
+class Sample(msgspec.Struct, tag="sample", array_like=True):
+    """Rank 0 to another, after a Run that samples nothing: launch the rest of its step, with the
+    constraints at this place of its buffer. It is not answered."""
+
+    at: int
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True):
@@ -235,6 +244,7 @@ Message = (
     | StepFailed
     | Call
     | Run
+    | Sample
     | Answer
     | RankLoaded
     | Drain

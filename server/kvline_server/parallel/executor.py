@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import Device
-from kvline_server.worker.step import InFlight, Step
+from kvline_server.worker.step import Constraints, InFlight, Step
 from kvline_server.worker.worker import Worker
 
 
@@ -25,6 +25,13 @@ class Usage:
     peak: int  # the highest `now` since the last reset
     kv: int  # of the KV cache; part of `now` on a CPU alone
     files: int = 0  # file pages that must stay in memory (Device.working_files)
+
+
+class Forward(Protocol):
+    """A step up to what its tokens are sampled from."""
+
+    def sample(self, constraints: Constraints) -> InFlight:
+        """Launches the rest, with these constraints in the place of the step's own."""
 
 
 class Executor(Protocol):
@@ -67,6 +74,10 @@ class Executor(Protocol):
     def capture(self, max_rows: int, longest: int) -> bool: ...
 
     def launch(self, step: Step) -> InFlight: ...
+
+    def forward(self, step: Step) -> Forward:
+        """The first part of a step whose constraints are not known yet. Nothing else is launched
+        before it has been sampled."""
 
     def rehearse(self, step: Step) -> None:
         """Runs a step on each rank without the others, to its end: where a device has too little
@@ -126,6 +137,9 @@ class Local:
 
     def launch(self, step: Step) -> InFlight:
         return self.worker.launch(step)
+
+    def forward(self, step: Step) -> Forward:
+        return self.worker.forward(step)
 
     def rehearse(self, step: Step) -> None:
         return

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
-from kvline_server.ipc.messages import Answer, Call, Run
+from kvline_server.ipc.messages import Answer, Call, Run, Sample
 from kvline_server.kernels.group import Group
 from kvline_server.memory import device_errors
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.wire import Steps
 from kvline_server.worker.step import InFlight
+from kvline_server.worker.worker import Forward
 
 IDLE_SECONDS = 0.5  # until the last step's errors are read
 SEND_SECONDS = 300.0
@@ -25,6 +27,7 @@ class Follower:
         self._link = link
         self._steps = steps
         self._held = ExitStack()
+        self._begun: tuple[int, Forward] | None = None  # the buffer of a step to be sampled, and it
         self._last: InFlight | None = None  # whose errors nobody has seen yet
 
     def serve(self) -> None:
@@ -35,8 +38,12 @@ class Follower:
                 message = self._link.receive(IDLE_SECONDS)
             except RankLost:
                 return
-            if isinstance(message, Run):
+            if isinstance(message, Run) and message.samples:
                 self._run(message.buffer)
+            elif isinstance(message, Run):
+                self._forward(message.buffer)
+            elif isinstance(message, Sample) and self._begun is not None:
+                self._sample(*self._begun, message.at)
             elif isinstance(message, Call):
                 self._link.send(self._answer(message), SEND_SECONDS)
             elif message is None:
@@ -45,23 +52,33 @@ class Follower:
                 raise self._link.unexpected(message)
 
     def _run(self, buffer: int) -> None:
-        try:
+        with self._in_step():
             self._last = self._local.worker.launch(self._steps.read(buffer), read=False)
-        except DeviceOutOfMemory as error:
-            raise self._out_of_memory(error) from error
+        self._steps.has_read(self._group.rank - 1)
+
+    def _forward(self, buffer: int) -> None:
+        with self._in_step():
+            self._begun = buffer, self._local.worker.forward(self._steps.read(buffer))
+
+    def _sample(self, buffer: int, forward: Forward, at: int) -> None:
+        with self._in_step():
+            self._last = forward.sample(self._steps.constraints(buffer, at), read=False)
+        self._begun = None
         self._steps.has_read(self._group.rank - 1)
 
     def _check(self) -> None:
         """Errors of a device surface where somebody waits for it."""
         if self._last is not None:
-            try:
+            with self._in_step():
                 self._last.wait()
-            except DeviceOutOfMemory as error:
-                raise self._out_of_memory(error) from error
             self._last = None
 
-    def _out_of_memory(self, error: DeviceOutOfMemory) -> StepFailed:
-        return StepFailed(f"rank {self._group.rank}: {error}")
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceOutOfMemory as error:
+            raise StepFailed(f"rank {self._group.rank}: {error}") from error
 
     def _answer(self, call: Call) -> Answer:
         self._last = None  # rank 0 has its results

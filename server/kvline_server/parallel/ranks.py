@@ -13,14 +13,14 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
-from kvline_server.ipc.messages import Answer, Call, Run
+from kvline_server.ipc.messages import Answer, Call, Run, Sample
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory import device_errors
-from kvline_server.parallel.executor import Local, Usage
+from kvline_server.parallel.executor import Forward, Local, Usage
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.wire import Steps
-from kvline_server.worker.step import InFlight, Results, Step
+from kvline_server.worker.step import Constraints, InFlight, Results, Step
 
 T = TypeVar("T")
 ANSWER_SECONDS = 300.0  # no call takes as long; what only stops is noticed sooner, by its pulse
@@ -96,10 +96,24 @@ class Ranks:
     def launch(self, step: Step) -> InFlight:
         """Raises StepFailed in the place of DeviceOutOfMemory: the others are in the step."""
         with self._in_step():
-            buffer = self._write(step)
-            for link in self._links:
-                link.send(Run(buffer), self._patience)
+            self._send(Run(self._write(step)))
             return _Together(self.local.launch(step), self)
+
+    def forward(self, step: Step) -> Forward:
+        """Raises as launch does."""
+        with self._in_step():
+            self._send(Run(self._write(step), samples=False))
+            return _ForwardTogether(self.local.forward(step), self)
+
+    def sample(self, here: Forward, constraints: Constraints) -> InFlight:
+        """The rest of the last forward, on all ranks. Raises as launch does."""
+        with self._in_step():
+            self._send(Sample(self._steps.constrain(constraints)))
+            return _Together(here.sample(constraints), self)
+
+    def _send(self, message: Run | Sample) -> None:
+        for link in self._links:
+            link.send(message, self._patience)
 
     def rehearse(self, step: Step) -> None:
         with self._or_lost():
@@ -214,6 +228,17 @@ class _Together:
     def wait(self) -> Results:
         with self._ranks._in_step():
             return self._here.wait()
+
+
+class _ForwardTogether:
+    """A step of all ranks up to what is sampled from."""
+
+    def __init__(self, here: Forward, ranks: Ranks) -> None:
+        self._here = here
+        self._ranks = ranks
+
+    def sample(self, constraints: Constraints) -> InFlight:
+        return self._ranks.sample(self._here, constraints)
 
 
 def _named(

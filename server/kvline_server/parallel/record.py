@@ -114,8 +114,9 @@ class Record(Generic[T]):
         self._fields = [_field(hints[name], f"{of.__name__}.{name}") for name in names]
         self._make, self._values = of, attrgetter(*names)
 
-    def write(self, into: memoryview, value: T) -> None:
-        """Raises ValueError where there is no room."""
+    def write(self, into: memoryview, value: T) -> int:
+        """-> the bytes that it takes, a multiple of WORD. Raises ValueError where there is no
+        room."""
         found = _Parts()
         self.put(value, found)
         head = np.frombuffer(into, np.int64, 1 + len(found.numbers))
@@ -124,6 +125,7 @@ class Record(Generic[T]):
         for dtype, array in found.arrays:
             np.frombuffer(into, dtype, len(array), at)[:] = array
             at += _aligned(len(array) * dtype.itemsize)
+        return at
 
     def read(self, source: memoryview) -> T:
         """The arrays are those of the memory."""

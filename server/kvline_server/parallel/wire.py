@@ -13,9 +13,10 @@ from kvline_server.ipc.sampling_params import MAX_BIASES
 from kvline_server.kernels.layout import GroupLayout
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel.record import WORD, Record
-from kvline_server.worker.step import LogitsEdits, Step, mask_words
+from kvline_server.worker.step import Constraints, LogitsEdits, Step, mask_words
 
 _STEP, _GROUP, _LOGITS_EDITS = Record(Step), Record(GroupLayout), Record(LogitsEdits)
+_CONSTRAINTS = Record(Constraints)
 _MASK_WORD = 4  # bytes
 _PAGE = mmap.PAGESIZE
 _LINE = 8  # int64 in a cache line: readers do not share one
@@ -33,7 +34,8 @@ def step_bytes(
     of_groups = groups * (_GROUP.size(most) + WORD * pages)
     masks = most * mask_words(vocabulary) * _MASK_WORD
     edits = _LOGITS_EDITS.size(penalties) + _LOGITS_EDITS.size(biases)
-    return _STEP.size(most) + of_groups + edits + masks
+    late = _CONSTRAINTS.size(0) + WORD  # a step that is written without them has them behind it
+    return _STEP.size(most) + of_groups + edits + masks + late
 
 
 class Steps:
@@ -54,15 +56,25 @@ class Steps:
             for start in range(counts, size, self._buffer_bytes)
         ]
         self._written = 0
+        self._end = 0  # of the last step, in its buffer
 
     def write(self, step: Step, wait: Callable[[], None]) -> int:
         """Calls `wait`, again and again, while a reader still needs the buffer. -> the buffer"""
         while self._counts.min() <= self._written - len(self._buffers):
             wait()
         buffer = self._written % len(self._buffers)
-        _STEP.write(self._buffers[buffer], step)
+        self._end = _STEP.write(self._buffers[buffer], step)
         self._written += 1
         return buffer
+
+    def constrain(self, constraints: Constraints) -> int:
+        """Writes them behind the last step. -> their place in its buffer"""
+        buffer = self._buffers[(self._written - 1) % len(self._buffers)]
+        _CONSTRAINTS.write(buffer[self._end :], constraints)
+        return self._end
+
+    def constraints(self, buffer: int, at: int) -> Constraints:
+        return _CONSTRAINTS.read(self._buffers[buffer][at:])
 
     def read(self, buffer: int) -> Step:
         return _STEP.read(self._buffers[buffer])

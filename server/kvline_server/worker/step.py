@@ -69,6 +69,23 @@ MASK_BITS = 32  # tokens of a word
 NO_MASKS = TokenMasks(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What changes the logits of sampled rows: the edits, one after the other, then the masks. They
+    may depend on tokens that the step before samples."""
+
+    logits_edits: tuple[LogitsEdits, ...] = ()
+    masks: TokenMasks = NO_MASKS
+
+    def between(self, first: int, last: int) -> Constraints:
+        """Those of rows first..last, which become rows 0..last - first."""
+        edits = tuple(each.between(first, last) for each in self.logits_edits)
+        return Constraints(edits, self.masks.between(first, last))
+
+
+NO_CONSTRAINTS = Constraints()
+
+
 def mask_words(vocabulary: int) -> int:
     """Of a row."""
     return -(-vocabulary // MASK_BITS)
@@ -88,10 +105,9 @@ class Step:
     scored_top: int  # alternatives of each scored row
     sampled_requests: NDArray[np.int64]  # [sampled], request index of each: a place in last_tokens
     sampling_metadata: SamplingMetadata  # of the sampled rows
-    logits_edits: tuple[LogitsEdits, ...]  # applied one after the other, then the masks
     listed: NDArray[np.int64]  # [listed], sampled rows whose token's logprob is returned
     listed_top: int  # alternatives of each of them
-    masks: TokenMasks = NO_MASKS
+    constraints: Constraints = NO_CONSTRAINTS  # of the sampled rows
     routing: Played = Played.NOTHING
 
 

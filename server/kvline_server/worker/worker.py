@@ -1,7 +1,8 @@
 """Runs steps on one device: the decoder, then LM head, logprobs and sampling in chunks of rows.
 
 `launch` only enqueues the work; the results are read a step later on a GPU. A token that was
-sampled and not read yet is taken from `last_tokens`, on the device.
+sampled and not read yet is taken from `last_tokens`, on the device. So is the input of a step whose
+constraints depend on such a token: its `forward` is enqueued before they are known.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs.graphs import Graphs
 from kvline_server.worker.inputs import upload
-from kvline_server.worker.step import Results, Step, Table
+from kvline_server.worker.step import Constraints, Results, Step, Table
 from kvline_server.worker.vocabulary import Vocabulary
 
 
@@ -118,8 +119,17 @@ class Worker:
         with device_errors.translated("rehearse"), skipped:
             self._launch(step, read=True).wait()
 
-    @torch.inference_mode()
+    def forward(self, step: Step) -> Forward:
+        """The first part of a step, all but its LM head; nothing else is launched before the rest
+        of it. Raises as launch does."""
+        with device_errors.translated("launch"):
+            return self._forward(step)
+
     def _launch(self, step: Step, read: bool) -> LaunchedStep:
+        return self._forward(step).launch(step.constraints, read)
+
+    @torch.inference_mode()
+    def _forward(self, step: Step) -> Forward:
         given = [group.cleared for group in step.layout.groups]
         targets, written, *cleared = self.kernels.upload(
             step.targets, step.sampled_requests, *given
@@ -127,18 +137,7 @@ class Worker:
         for group, pages in enumerate(cleared):
             if len(pages):
                 self.arena.clear(group, pages)
-        hidden = self._hidden(step)
-        outputs = _Outputs()
-        for start in range(0, len(step.logits_indices), self.logprob_rows):
-            self._chunk(step, hidden[start : start + self.logprob_rows], targets, start, outputs)
-        tokens = torch.cat(outputs.tokens) if outputs.tokens else self.last_tokens[:0]
-        if len(tokens):
-            # The next step may embed these before the host reads them, so NO_TOKEN becomes 0.
-            self.last_tokens.index_copy_(0, written, tokens.clamp(min=0))
-        if not read:
-            outputs = _Outputs()
-        tensors = [tensor for table in outputs.tables() for tensor in table.tensors()]
-        return LaunchedStep(outputs, self.kernels.fetch([tokens, *tensors]))
+        return Forward(self, step, self._hidden(step), targets, written)
 
     def _hidden(self, step: Step) -> torch.Tensor:
         """The decoder's output for the LM head's rows. -> [n, hidden]"""
@@ -148,32 +147,73 @@ class Worker:
         layers, played = self.arena.layers(), step.routing
         return self.decoder.step(ids, mappings, layers, step.layout, logits_indices, played)
 
-    def _chunk(
-        self, step: Step, hidden: torch.Tensor, targets: torch.Tensor, start: int, outputs: _Outputs
+
+class Forward:
+    """A step whose last hidden states are enqueued."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        step: Step,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        written: torch.Tensor,
     ) -> None:
-        """Rows from `start` on through the LM head, as many as `hidden` has."""
+        """`hidden`: of the LM head's rows, [n, hidden]; `targets`: of the scored ones; `written`:
+        the places of `last_tokens` that the sampled ones have."""
+        self._worker = worker
+        self._step = step
+        self._hidden, self._targets, self._written = hidden, targets, written
+
+    def sample(self, constraints: Constraints, read: bool = True) -> LaunchedStep:
+        """The rest of the step, with these constraints in the place of its own. Raises as
+        Worker.launch does."""
+        with device_errors.translated("launch"):
+            return self.launch(constraints, read)
+
+    @torch.inference_mode()
+    def launch(self, constraints: Constraints, read: bool) -> LaunchedStep:
+        worker, outputs = self._worker, _Outputs()
+        for start in range(0, len(self._step.logits_indices), worker.logprob_rows):
+            self._chunk(start, constraints, outputs)
+        tokens = torch.cat(outputs.tokens) if outputs.tokens else worker.last_tokens[:0]
+        if len(tokens):
+            # The next step may embed these before the host reads them, so NO_TOKEN becomes 0.
+            worker.last_tokens.index_copy_(0, self._written, tokens.clamp(min=0))
+        if not read:
+            outputs = _Outputs()
+        tensors = [tensor for table in outputs.tables() for tensor in table.tensors()]
+        return LaunchedStep(outputs, worker.kernels.fetch([tokens, *tensors]))
+
+    def _chunk(self, start: int, constraints: Constraints, outputs: _Outputs) -> None:
+        """As many rows as the LM head gets at once, from `start` on."""
+        worker, step = self._worker, self._step
+        hidden = self._hidden[start : start + worker.logprob_rows]
         end, scored = start + len(hidden), len(step.targets)
-        self.rows_run += len(hidden)
-        logits = self.decoder.compute_logits(hidden)
+        worker.rows_run += len(hidden)
+        logits = worker.decoder.compute_logits(hidden)
         count = max(0, min(scored, end) - start)
         if count:
-            own = targets[start : start + count]
-            outputs.scored.append(self.vocabulary.score(logits[:count], own, step.scored_top))
+            own = self._targets[start : start + count]
+            outputs.scored.append(worker.vocabulary.score(logits[:count], own, step.scored_top))
         if end > scored:
-            self._sample(logits[count:], step, max(start, scored) - scored, outputs)
+            self._sample(logits[count:], max(start, scored) - scored, constraints, outputs)
 
-    def _sample(self, logits: torch.Tensor, step: Step, first: int, outputs: _Outputs) -> None:
+    def _sample(
+        self, logits: torch.Tensor, first: int, constraints: Constraints, outputs: _Outputs
+    ) -> None:
         """The next tokens of sampled rows from `first` on, one row of logits each."""
-        last = first + len(logits)
+        step, last = self._step, first + len(logits)
+        kernels, vocabulary = self._worker.kernels, self._worker.vocabulary
         a, b = np.searchsorted(step.listed, (first, last))
         at = raw = None
         if b > a:
-            (at,) = self.kernels.upload(step.listed[a:b] - first)
+            (at,) = kernels.upload(step.listed[a:b] - first)
             raw = logits[at]  # before edits and temperature, which may be written in place
-        edits = tuple(each.between(first, last) for each in step.logits_edits)
-        metadata, masks = step.sampling_metadata.between(first, last), step.masks
-        chosen = self.vocabulary.sample(logits, metadata, edits, masks.between(first, last))
+        metadata = step.sampling_metadata.between(first, last)
+        own = constraints.between(first, last)
+        chosen = vocabulary.sample(logits, metadata, own.logits_edits, own.masks)
         outputs.tokens.append(chosen)
         if at is not None and raw is not None:
             targets = chosen[at].clamp_(min=0)
-            outputs.listed.append(self.vocabulary.score(raw, targets, step.listed_top))
+            outputs.listed.append(vocabulary.score(raw, targets, step.listed_top))

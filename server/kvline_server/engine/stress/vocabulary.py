@@ -37,7 +37,8 @@ def masked(step: Step, bounds: Bounds) -> Step:
     what is forbidden takes no less."""
     sampled = len(step.sampled_requests)
     words = np.full(sampled * mask_words(bounds.vocabulary), -1, np.int32)
-    return replace(step, masks=TokenMasks(np.arange(sampled), words))
+    masks = TokenMasks(np.arange(sampled), words)
+    return replace(step, constraints=replace(step.constraints, masks=masks))
 
 
 def on_every_rank(step: Step, bounds: Bounds) -> Step:
@@ -47,7 +48,8 @@ def on_every_rank(step: Step, bounds: Bounds) -> Step:
         return step
     every = (shard.Shard(rank, bounds.ranks) for rank in range(bounds.ranks))
     own = [shard.tokens(bounds.vocabulary, each) for each in every]
-    return replace(step, logits_edits=tuple(_of_each(edits, own) for edits in step.logits_edits))
+    edits = tuple(_of_each(edits, own) for edits in step.constraints.logits_edits)
+    return replace(step, constraints=replace(step.constraints, logits_edits=edits))
 
 
 def _of_each(edits: LogitsEdits, own: list[range]) -> LogitsEdits:
