@@ -234,31 +234,32 @@ def test_a_grammar_is_compiled_once_and_a_refused_one_tried_once(
 
 
 def test_a_grammar_that_takes_too_long_leaves_nothing(start: Callable[..., Grammars]) -> None:
-    """Within two seconds, while masks of others are filled."""
+    """Once its CPU time is over, while masks of others are filled."""
     shared = start(bounds=replace(SMALL, memory=1200 * MIB, trial=1000 * MIB))
     made = shared.matchers()
     key = run(shared, lambda compiler: key_of(compiler, JSON))
     filling = shared.filling()
     before = memory(filling)
 
-    async def work(compiler: Compiler) -> int:
+    async def work(compiler: Compiler) -> list[float]:
         with await compiler.compiled(JSON):
             made.begin(1, key)
             trying = asyncio.create_task(key_of(compiler, HUGE))
-            began, steps = time.monotonic(), 0
-            with within(3):
-                while not trying.done():
-                    await asyncio.sleep(0.01)
-                    with within(0.5):
-                        assert not (await asyncio.to_thread(step, made, {1: []})).failed
-                    steps += 1
+            began, steps = time.monotonic(), list[float]()
+            while not trying.done():
+                await asyncio.sleep(0.01)
+                asked = time.monotonic()
+                assert not (await asyncio.to_thread(step, made, {1: []})).failed
+                steps.append(time.monotonic() - asked)
             with pytest.raises(NotServed, match=r"more than 1\.5 s to compile"):
                 await trying
             assert time.monotonic() - began > COMPILE_SECONDS * 0.9
             made.end(1)
             return steps
 
-    assert run(shared, work) > 20
+    steps = sorted(run(shared, work))
+    assert len(steps) > 20
+    assert steps[len(steps) // 2] < COMPILE_SECONDS / 5, "most wait for nothing"
     assert settles(shared.forked, lambda found: found == [filling], on="server") == [filling]
     assert memory(filling) < before + 2 * MIB
     made.close()

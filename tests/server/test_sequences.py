@@ -35,7 +35,7 @@ from kvline_server.grammars.messages import Begin, Filled, Wanted
 from kvline_server.grammars.sequences import SLOW, UNKNOWN, Sequences
 from kvline_server.grammars.vocabulary import TokenizerUnsupported, Vocabulary
 from kvline_server.http.tokens import Tokens
-from kvline_server.options.grammars import SMALL
+from kvline_server.options.grammars import SMALL, STEP_SECONDS
 
 STATES = SMALL.lexer_states
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
@@ -385,6 +385,55 @@ def test_slow_masks_are_timed_in_the_next_step_and_fail_alone(
     monkeypatch.setattr("kvline_server.grammars.sequences.time.thread_time", lambda: next(clock))
     assert play.fill(Wanted(1, [], [], 0), Wanted(2, [], [], 1)).failed == [(2, SLOW)]
     assert play.fill(Wanted(1, [], [], 0)).failed == []
+
+
+class Clock:
+    """Time as masks take it, of which `seconds` says by entry how much each does."""
+
+    def __init__(self) -> None:
+        self.now, self.seconds = 0.0, dict[bytes, float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    thread_time = monotonic
+
+    def compute(self, compute: Any) -> Callable[..., None]:
+        def slow(own: Sequences, jobs: list[Any], rows: Any) -> None:
+            compute(own, jobs, rows)
+            self.now += sum(self.seconds[job.sequence.entry.key] for job in jobs)
+
+        return slow
+
+
+@pytest.mark.parametrize("each", [0.001, 0.03, 0.06])
+def test_masks_of_a_slow_grammar_take_a_step_no_longer_than_it_may(
+    plain: Vocabulary, monkeypatch: pytest.MonkeyPatch, each: float
+) -> None:
+    """128 sequences that follow it, 20 of a fast one: these never fail, and of the others as many
+    go on as there is time for. Without a bound all had failed by the engine's deadline."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(Sequences, "_compute", clock.compute(Sequences._compute))
+    play = Play(plain, 148)
+    slow, fast = (entry(plain, Grammar("regex", text)) for text in ("[ab]*", "[cd]*"))
+    clock.seconds = {slow.key: each, fast.key: 1e-4}
+    for id in range(148):
+        play.begin(id, slow if id % 8 else fast)
+    followers, counts = list(range(148)), []
+    for _ in range(6):
+        began = clock.now
+        filled = play.fill(*(Wanted(id, [], [], row) for row, id in enumerate(followers)))
+        assert clock.now - began < STEP_SECONDS
+        assert {why for _, why in filled.failed} <= {SLOW}
+        assert all(id % 8 for id, _ in filled.failed)
+        for row, id in enumerate(followers):
+            failed = id in dict(filled.failed)
+            assert failed or len(play.allowed(row)) < 9, "a mask of its own"
+        followers = [id for id in followers if id not in dict(filled.failed)]
+        counts.append(len(followers) - 19)
+    assert counts[0] == {0.001: 129, 0.03: 27, 0.06: 8}[each]
+    assert counts[-1] == {0.001: 129, 0.03: 27, 0.06: 0}[each]
 
 
 def test_lexers_are_counted_by_the_sequences_that_use_them(plain: Vocabulary) -> None:

@@ -29,6 +29,7 @@ class Entry:
     lexers: list[Lexer] = field(default_factory=list)
     pins: int = 0  # requests that it is kept for
     growing: bool = False  # another lexer is made
+    seconds: float = 0.0  # of CPU time that its last mask took that was timed
 
     @property
     def used(self) -> bool:

@@ -19,11 +19,12 @@ from kvline_server.grammars.cache import Entry, Lexer
 from kvline_server.grammars.compiled import NOTHING, GrammarRefused, compiled, reason_of
 from kvline_server.grammars.messages import Begin, Filled, Wanted
 from kvline_server.grammars.vocabulary import Vocabulary
-from kvline_server.options.grammars import MASK_SECONDS, GrammarBounds
+from kvline_server.options.grammars import FILL_SECONDS, MASK_SECONDS, GrammarBounds
 
-SLOW_SECONDS = 2 * MASK_SECONDS  # for all masks of a step, after which each is timed in the next
+SLOW_SECONDS = 2 * MASK_SECONDS  # for all masks of a step, after which each is timed
+AT_ONCE = 8  # masks of one lexer in a call
 UNKNOWN = "its grammar is not known any more"
-SLOW = "its next mask takes too long"
+SLOW = "the next masks of its grammar take too long"
 MOST_BREAKS = 3  # lexers that are made anew in a step for sequences that shared one
 Rows = NDArray[np.int32]  # [rows, words]
 
@@ -112,14 +113,10 @@ class Sequences:
 
     def _fill(self, jobs: list[Job], rows: Rows) -> dict[int, str]:
         """-> sequences that failed, and why"""
-        failed: dict[int, str] = {}
         began = time.monotonic()
-        if self._timing:
-            failed |= self._one_by_one(jobs, rows)
-            self._timing = False
-        else:
-            self._at_once(jobs, rows)
-            self._timing = time.monotonic() - began > SLOW_SECONDS
+        left = jobs if self._timing else self._at_once(jobs, rows, began + SLOW_SECONDS)
+        failed = self._one_by_one(left, rows, began + FILL_SECONDS)
+        self._timing = not self._timing and time.monotonic() - began > SLOW_SECONDS
         broken = [job for job in jobs if job.matcher.is_error()]
         if broken:
             failed |= self._recover(broken, rows)
@@ -127,10 +124,25 @@ class Sequences:
             failed |= self._restrict([job for job in jobs if job.sequence.id not in failed], rows)
         return failed
 
-    def _at_once(self, jobs: list[Job], rows: Rows) -> None:
+    def _at_once(self, jobs: list[Job], rows: Rows, until: float) -> list[Job]:
+        """In calls of a few masks of each lexer, since a call cannot be interrupted; those of
+        grammars that were slow come last. -> what is left when time.monotonic() is `until`"""
+        left = [list(some) for _, some in groupby(sorted(jobs, key=_lexer), key=_lexer)]
+        left.sort(key=lambda some: some[0].sequence.entry.seconds)
+        while left and time.monotonic() < until:
+            some, rest = list[Job](), list[list[Job]]()
+            for each in left:
+                count = AT_ONCE if len(some) < self.bounds.threads * AT_ONCE else 0
+                some += each[:count]
+                if each[count:]:
+                    rest.append(each[count:])
+            self._compute(some, rows)
+            left = rest
+        return [job for each in left for job in each]
+
+    def _compute(self, jobs: list[Job], rows: Rows) -> None:
         """Those of one lexer follow each other: they would wait for one another."""
-        jobs = sorted(jobs, key=_lexer)
-        one = not jobs or jobs[0].sequence.lexer is jobs[-1].sequence.lexer
+        one = jobs[0].sequence.lexer is jobs[-1].sequence.lexer
         executor, where = self._one if one else self._several, (rows.ctypes.data, rows.strides[0])
         plain = [(job.matcher, job.row) for job in jobs if not job.drafts]
         drafting = [(job.matcher, job.row, job.drafts) for job in jobs if job.drafts]
@@ -139,15 +151,24 @@ class Sequences:
         if drafting:
             executor.unsafe_compute_mask_ptr_with_draft_token(drafting, *where, len(rows))
 
-    def _one_by_one(self, jobs: list[Job], rows: Rows) -> dict[int, str]:
-        """After a slow step: whose masks are slow has failed."""
-        slow = {}
+    def _one_by_one(self, jobs: list[Job], rows: Rows, until: float) -> dict[int, str]:
+        """In or after a slow step, those of the fastest grammar first: whose masks are slow has
+        failed, and so has who is left when time.monotonic() is `until`."""
+        left: dict[Entry, list[Job]] = {}
         for job in jobs:
+            left.setdefault(job.sequence.entry, []).append(job)
+        slow = {}
+        while left and time.monotonic() < until:
+            entry = min(left, key=lambda each: each.seconds)
+            job = left[entry].pop(0)
+            if not left[entry]:
+                del left[entry]
             began = time.thread_time()
-            self._at_once([job], rows)
-            if time.thread_time() - began > (1 + len(job.drafts)) * MASK_SECONDS:
+            self._compute([job], rows)
+            entry.seconds = (time.thread_time() - began) / (1 + len(job.drafts))
+            if entry.seconds > MASK_SECONDS:
                 slow[job.sequence.id] = SLOW
-        return slow
+        return slow | {job.sequence.id: SLOW for some in left.values() for job in some}
 
     def _recover(self, broken: list[Job], rows: Rows) -> dict[int, str]:
         """A lexer that is in error for one sequence is so for all that share it. They replay their
@@ -181,7 +202,7 @@ class Sequences:
         for job in jobs:
             job.sequence.replay(new)
             if not job.matcher.is_error():
-                self._at_once([job], rows)
+                self._compute([job], rows)
             if job.matcher.is_error():
                 return job
         return None

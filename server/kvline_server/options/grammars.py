@@ -12,6 +12,7 @@ MIB = 1 << 20
 MAX_BYTES = 256 << 10  # of a grammar's text
 COMPILE_SECONDS = 1.5  # of CPU time, for a grammar and its first mask
 MASK_SECONDS = 0.05  # of CPU time, for a mask: every request waits for the slowest one of a step
+FILL_SECONDS = 0.8  # for all masks of a step, after which sequences without one end
 STEP_SECONDS = 1.0  # that an engine waits for the masks of a step
 HTTP_SECONDS = 10.0  # that a request waits for its grammar, behind those before it
 STATE_BYTES = 1 << 10  # of a state of a lexer
