@@ -289,6 +289,15 @@ REFUSED: list[tuple[str, Fields, str, str]] = [
 ]  # fmt: skip
 
 
+async def asked(made: Scripted, route: str, body: dict[str, Any]) -> httpx.Response:
+    """Once more where a grammar had too little of a busy machine to be tried."""
+    for _ in range(5):
+        answer = await made.http.post(route, json=body)
+        if answer.status_code != 503:
+            break
+    return answer
+
+
 def refused(route: str, answer: httpx.Response, param: str, words: str) -> None:
     error = answer.json()["error"]
     assert answer.status_code == 400, error
@@ -303,7 +312,7 @@ def test_what_cannot_be_guaranteed_is_refused_by_the_client_s_field(
 ) -> None:
     async def work(made: Scripted) -> None:
         for route, fields, param, words in REFUSED:
-            answer = await made.http.post(route, json={**ROUTES[route], **fields})
+            answer = await asked(made, route, {**ROUTES[route], **fields})
             refused(route, answer, param, words)
         assert made.submitted.empty()
 
