@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from kvline_server.engine.engine import Engine
-from kvline_server.worker.step import MASK_BITS, Step, TokenMasks, mask_words
+from kvline_server.parallel.executor import Forward
+from kvline_server.worker.step import (
+    MASK_BITS,
+    Constraints,
+    InFlight,
+    Step,
+    TokenMasks,
+    mask_words,
+)
 
 
 def masks(allowed: dict[int, Iterable[int]], vocabulary: int) -> TokenMasks:
@@ -34,14 +41,29 @@ def forbid(logits: torch.Tensor, given: TokenMasks) -> None:
 
 def mask_one(engine: Engine, id: int, tokens: Iterable[int], vocabulary: int) -> None:
     """From here on one of the engine's requests may have these tokens only."""
-    launch, allowed = engine.executor.launch, list(tokens)
+    executor, allowed = engine.executor, list(tokens)
+    launch, forward = executor.launch, executor.forward
 
-    def masked(step: Step) -> Any:
+    def masked(step: Step, constraints: Constraints) -> Constraints:
         sequence = engine.sequences.get(id)
-        if sequence is not None:
-            own = np.flatnonzero(step.sampled_requests == sequence.request_index).tolist()
-            given = masks(dict.fromkeys(own, allowed), vocabulary)
-            step = replace(step, constraints=replace(step.constraints, masks=given))
-        return launch(step)
+        if sequence is None:
+            return constraints
+        own = np.flatnonzero(step.sampled_requests == sequence.request_index).tolist()
+        return replace(constraints, masks=masks(dict.fromkeys(own, allowed), vocabulary))
 
-    engine.executor.launch = masked  # type: ignore[method-assign]
+    @dataclass
+    class Masked:
+        step: Step
+        forward: Forward
+
+        def sample(self, constraints: Constraints) -> InFlight:
+            return self.forward.sample(masked(self.step, constraints))
+
+    def launch_masked(step: Step) -> InFlight:
+        return launch(replace(step, constraints=masked(step, step.constraints)))
+
+    def forward_masked(step: Step) -> Forward:
+        return Masked(step, forward(step))
+
+    executor.launch = launch_masked  # type: ignore[method-assign]
+    executor.forward = forward_masked  # type: ignore[method-assign]

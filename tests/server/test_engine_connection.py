@@ -248,7 +248,7 @@ def test_a_grammar_that_could_not_be_followed_is_a_503_that_says_why() -> None:
         async with connected() as (client, engine):
             failing, broken = (asyncio.create_task(ask(client)) for _ in range(2))
             await asyncio.sleep(0)
-            why = "the next masks of its grammar take too long"
+            why = "its next mask takes too long"
             deltas = [Delta(1, [7]), Delta(1, [], "error", reason=why), Delta(2, [], "error")]
             engine.write(encode(Deltas(deltas)))
             with pytest.raises(GrammarFailed, match=why) as failed:

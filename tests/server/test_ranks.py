@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -66,7 +66,7 @@ class FakeLocal:
     limit: int = 1000
     choices: Choices | None = None
     knows: bool = True  # the peaks of its steps
-    constraints: Any = None  # of the last step that got them late
+    constraints: list[Any] = field(default_factory=list)  # of steps that got them late
     ran: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class FakeLocal:
 
     def sample(self, constraints: Constraints, read: bool = True) -> FakeLocal:
         self._do("sample")
-        self.constraints = flat(constraints)
+        self.constraints.append(flat(constraints))
         assert read is (self.rank == 0)
         return self
 
@@ -270,18 +270,21 @@ def test_steps_run_on_every_rank_as_fast_as_all_of_them_are(pod: Pod) -> None:
 
 
 def test_the_constraints_of_a_step_follow_it_to_every_rank(pod: Pod) -> None:
-    """Between others, in either buffer."""
+    """Between others, as fast as the slowest rank reads them from one buffer or the other."""
     ranks = pod.ranks()
     pod.locals[-1].breaks["sample"] = lambda: time.sleep(0.002)
-    for late in 20 * (True, False, True, True):
-        for local in pod.locals:
-            local.constraints = None
-        launched(ranks, "sample" if late else "launch").wait()
-        ranks.settle()
-        wanted = flat(CONSTRAINTS) if late else None
-        assert [local.constraints for local in pod.locals] == [wanted] * ranks.ranks
+    wanted = []
+    for number in range(60):
+        if number % 4 == 1:
+            ranks.launch(small()).wait()
+        else:
+            own = Constraints(CONSTRAINTS.logits_edits, TokenMasks(ROWS, MASKS.words + number))
+            ranks.forward(small()).sample(own).wait()
+            wanted.append(flat(own))
+    ranks.settle()  # which comes after all of them
     for local in pod.locals:
-        assert [local.ran.count(name) for name in WHEN[:3]] == [20, 60, 60]
+        assert local.constraints == wanted
+        assert [local.ran.count(name) for name in WHEN[:3]] == [15, 45, 45]
 
 
 def test_steps_keep_no_memory_once_ranks_have_settled(pod: Pod) -> None:
@@ -404,7 +407,8 @@ def out_of_memory_translated() -> None:
 def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: str) -> None:
     ranks = pod.ranks()
     pod.locals[1].breaks[when] = out_of_memory_translated
-    with suppress(RankLost):  # where it has ended before the second part of the step
+    # It may have ended before the second part of the step.
+    with suppress(RankLost) if when == "forward" else nullcontext():
         launched(ranks, when)
     pod.threads[0].join(SECONDS)  # an error of an earlier step shows while it is idle
     assert isinstance(pod.failed[1], StepFailed)
@@ -446,7 +450,8 @@ def test_what_fails_in_a_joint_step_of_another_rank_ends_that_one(
         raise RankLost("rank 0 waits for another, in vain")
 
     pod.locals[0].breaks["wait"] = broken_collective
-    with within(5), pytest.raises(RankLost, match=r"in vain|has ended"), ranks.held(7):
+    why = r"in vain|has ended" if when == "forward" else "in vain"
+    with within(5), pytest.raises(RankLost, match=why), ranks.held(7):
         launched(ranks, when).wait()
     expected = {"fault": DeviceFailure, "bug": ZeroDivisionError}[what]
     assert isinstance(pod.failed[1], expected)

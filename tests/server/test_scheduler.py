@@ -83,21 +83,29 @@ masked_shapes = st.lists(
 def test_a_sequence_with_masks_runs_ahead_as_others_do(
     shapes: list[tuple[int, int, str]], pages: int, running: int, tokens: int
 ) -> None:
-    """With a step in flight: by one token, every one ends, and no page is kept."""
-    scheduler = Scheduler(Caches((0,), (pages,), 64), running, max(tokens, running))
+    """With a step in flight: every one ends, no page is kept, and no step more is needed."""
+    caches = [Caches((0,), (pages,), 64) for _ in range(2)]
+    plain, masked = (Scheduler(each, running, max(tokens, running)) for each in caches)
+    free = [(prompt, output, "") for prompt, output, _ in shapes]
+    assert steps_ahead(masked, shapes) == steps_ahead(plain, free)
+
+
+def steps_ahead(scheduler: Scheduler, shapes: list[tuple[int, int, str]]) -> int:
+    """Until all have ended, with a step in flight."""
     budget = ThinkingBudget(5, 3)
     for id, (prompt, output, kind) in enumerate(shapes):
         masks = {"grammar": {"grammar": b"key"}, "thinking": {"thinking": budget}}.get(kind, {})
         params = SamplingParams(max_tokens=output, **masks)  # type: ignore[arg-type]
         scheduler.add(Sequence(id, list(range(prompt)), prompt, params))
     in_flight: list[Sequence] = []
+    steps = 0
 
     def play(done: list[int]) -> bool:
-        nonlocal in_flight
+        nonlocal in_flight, steps
+        steps += 1
         work = scheduler.schedule()
         scheduler.advance(work)
         sampled = [w.sequence for w in work if w.start + w.rows == w.sequence.length]
-        assert all(each.pending <= 1 for each in sampled)
         for each in sampled:
             each.pending += 1
         read, in_flight = in_flight, sampled
@@ -111,6 +119,7 @@ def test_a_sequence_with_masks_runs_ahead_as_others_do(
         return bool(work or read)
 
     play_to_end(scheduler, len(shapes), play)
+    return steps
 
 
 def test_a_large_step_fills_whole_waves_while_prompts_queue_and_delays_none() -> None:
@@ -220,6 +229,20 @@ def test_penalties_of_sequences_that_share_a_prompt_take_turns() -> None:
             assert all(now > then for now, then in zip(lengths, before, strict=False))
             before = lengths
     assert sorted(done) == list(range(10))
+
+
+def test_chats_that_sit_a_step_out_still_count_for_the_prompts_beside_them() -> None:
+    """3 of 10 with a repetition penalty have room in a step; the others are in one soon."""
+    scheduler = Scheduler(Caches((0,), (101,), 64), 11, 512, 32)
+    first, *others = twins(10, 30, 100, penalty=1.1)
+    for some in ([first], others):
+        for each in some:
+            scheduler.add(each)
+        while any(each.computed < 30 * PAGE_SIZE for each in some):
+            step(scheduler, [])
+    scheduler.add(sequence(99, 300, 5, 10**6))
+    *decodes, prompt = scheduler.schedule()
+    assert len(decodes) == 3 and prompt.rows == 11 * PREFILL_PER_REQUEST
 
 
 def test_all_page_tables_of_sequences_that_share_pages_have_a_bound() -> None:

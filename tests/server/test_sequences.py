@@ -32,7 +32,7 @@ from kvline_server.grammars.cache import Entry, Lexer
 from kvline_server.grammars.compiled import NOTHING, GrammarRefused, compiled, explore
 from kvline_server.grammars.grammar import COMPACT, Grammar
 from kvline_server.grammars.messages import Begin, Filled, Wanted
-from kvline_server.grammars.sequences import SLOW, UNKNOWN, Sequences
+from kvline_server.grammars.sequences import NO_TIME, SLOW, UNKNOWN, Sequences
 from kvline_server.grammars.vocabulary import TokenizerUnsupported, Vocabulary
 from kvline_server.http.tokens import Tokens
 from kvline_server.options.grammars import SMALL, STEP_SECONDS
@@ -370,28 +370,12 @@ def test_who_fills_a_shared_lexer_fails_and_the_others_go_on(plain: Vocabulary) 
         assert long[0] in play.next(id, long[0])
 
 
-def test_slow_masks_are_timed_in_the_next_step_and_fail_alone(
-    plain: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, play = entry(plain, Grammar("regex", "[ab]*")), Play(plain)
-    for id in (1, 2):
-        play.begin(id, made)
-    monkeypatch.setattr(module, "SLOW_SECONDS", 0.0)
-    assert play.fill(Wanted(1, [], [], 0), Wanted(2, [], [], 1)).failed == [], (
-        "it is not known whose"
-    )
-    monkeypatch.setattr(module, "SLOW_SECONDS", 1e9)
-    clock = iter([0.0, 0.001, 1.0, 2.0])  # of each of both
-    monkeypatch.setattr("kvline_server.grammars.sequences.time.thread_time", lambda: next(clock))
-    assert play.fill(Wanted(1, [], [], 0), Wanted(2, [], [], 1)).failed == [(2, SLOW)]
-    assert play.fill(Wanted(1, [], [], 0)).failed == []
-
-
 class Clock:
-    """Time as masks take it, of which `seconds` says by entry how much each does."""
+    """Time as masks take it: `seconds` says by grammar how much one does, `slow` by sequence."""
 
     def __init__(self) -> None:
-        self.now, self.seconds = 0.0, dict[bytes, float]()
+        self.now, self.calls = 0.0, 0
+        self.seconds, self.slow = dict[bytes, float](), dict[int, float]()
 
     def monotonic(self) -> float:
         return self.now
@@ -399,41 +383,76 @@ class Clock:
     thread_time = monotonic
 
     def compute(self, compute: Any) -> Callable[..., None]:
-        def slow(own: Sequences, jobs: list[Any], rows: Any) -> None:
+        def measured(own: Sequences, jobs: list[Any], rows: Any) -> None:
             compute(own, jobs, rows)
-            self.now += sum(self.seconds[job.sequence.entry.key] for job in jobs)
+            self.calls += 1
+            for job in jobs:
+                seconds = self.seconds[job.sequence.entry.key]
+                self.now += job.masks * self.slow.get(job.sequence.id, seconds)
 
-        return slow
+        return measured
 
 
-@pytest.mark.parametrize("each", [0.001, 0.03, 0.06])
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(Sequences, "_compute", made.compute(Sequences._compute))
+    return made
+
+
+def test_a_slow_mask_is_found_in_the_next_step_and_fails_alone(
+    plain: Vocabulary, clock: Clock
+) -> None:
+    """Where the others are as fast as they were, all are filled at once again."""
+    made, play = entry(plain, Grammar("regex", "[ab]*")), Play(plain)
+    for id in (1, 2, 3):
+        play.begin(id, made)
+    wanted = [Wanted(id, [], [], id) for id in (1, 2, 3)]
+    clock.seconds = {made.key: 1e-4}
+    clock.slow = {2: 0.2}
+    assert play.fill(*wanted).failed == [], "it is not known whose"
+    assert play.fill(*wanted).failed == [(2, SLOW)]
+    clock.calls = 0
+    assert play.fill(wanted[0], wanted[2]).failed == []
+    assert clock.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("each", "drafts", "first", "last"),
+    [
+        (0.001, 0, 129, 129),
+        (0.005, 0, 129, 129),
+        (0.03, 0, 26, 26),
+        (0.06, 0, 8, 0),
+        (0.03, 3, 6, 6),
+    ],
+)
 def test_masks_of_a_slow_grammar_take_a_step_no_longer_than_it_may(
-    plain: Vocabulary, monkeypatch: pytest.MonkeyPatch, each: float
+    plain: Vocabulary, clock: Clock, each: float, drafts: int, first: int, last: int
 ) -> None:
     """128 sequences that follow it, 20 of a fast one: these never fail, and of the others as many
     go on as there is time for. Without a bound all had failed by the engine's deadline."""
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(Sequences, "_compute", clock.compute(Sequences._compute))
-    play = Play(plain, 148)
+    rows = 1 + drafts
+    play = Play(plain, 148 * rows)
     slow, fast = (entry(plain, Grammar("regex", text)) for text in ("[ab]*", "[cd]*"))
     clock.seconds = {slow.key: each, fast.key: 1e-4}
     for id in range(148):
         play.begin(id, slow if id % 8 else fast)
+    letters = {id: plain.tokenizer.tokenize_str("a" if id % 8 else "c") for id in range(148)}
     followers, counts = list(range(148)), []
     for _ in range(6):
-        began = clock.now
-        filled = play.fill(*(Wanted(id, [], [], row) for row, id in enumerate(followers)))
+        began, wanted = clock.now, list[Wanted]()
+        for at, id in enumerate(followers):
+            wanted.append(Wanted(id, [], drafts * letters[id], rows * at))
+        failed = dict(play.fill(*wanted).failed)
         assert clock.now - began < STEP_SECONDS
-        assert {why for _, why in filled.failed} <= {SLOW}
-        assert all(id % 8 for id, _ in filled.failed)
-        for row, id in enumerate(followers):
-            failed = id in dict(filled.failed)
-            assert failed or len(play.allowed(row)) < 9, "a mask of its own"
-        followers = [id for id in followers if id not in dict(filled.failed)]
+        assert all(id % 8 and why in (SLOW, NO_TIME) for id, why in failed.items())
+        for at, id in enumerate(followers):
+            assert id in failed or len(play.allowed(rows * at)) < 9, "a mask of its own"
+        followers = [id for id in followers if id not in failed]
         counts.append(len(followers) - 19)
-    assert counts[0] == {0.001: 129, 0.03: 27, 0.06: 8}[each]
-    assert counts[-1] == {0.001: 129, 0.03: 27, 0.06: 0}[each]
+    assert (counts[0], counts[-1]) == (first, last)
 
 
 def test_lexers_are_counted_by_the_sequences_that_use_them(plain: Vocabulary) -> None:

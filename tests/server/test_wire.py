@@ -20,7 +20,7 @@ from kvline_server.kernels.layout import GroupLayout, Layout, SamplingMetadata
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel import wire
 from kvline_server.parallel.record import Record
-from kvline_server.worker.step import Constraints, LogitsEdits, Step
+from kvline_server.worker.step import NO_CONSTRAINTS, Constraints, LogitsEdits, Step
 
 STEP = Record(Step)
 
@@ -149,7 +149,10 @@ def test_the_largest_steps_fit(
     )
     memory = memoryview(bytearray(room))
     for play in StressSet().plays(bounds):
-        STEP.write(memory, play.make().step)
+        step = play.make().step
+        STEP.write(memory, step)
+        end = STEP.write(memory, replace(step, constraints=NO_CONSTRAINTS))
+        Record(Constraints).write(memory[end:], step.constraints)
 
 
 def test_a_step_without_room_is_an_error() -> None:

@@ -99,8 +99,8 @@ class Rows:
 
     @property
     def pending(self) -> bool:
-        """Whether the last token of a sequence is not read yet."""
-        return any(map(attrgetter("pending"), self.sampled))
+        """Whether the last token of such a sequence is not read yet."""
+        return any(s.pending for s in self.sampled if s.constrained)
 
     def constraints(self, masks: TokenMasks = NO_MASKS) -> Constraints:
         """With these masks, and the edits that follow from the tokens that have been read."""

@@ -137,8 +137,10 @@ class Engine:
             out = self._collect(0)
             asked = self.masks.ask(rows)
         masks, verdicts = self.masks.wait(asked, self.executor.vocabulary)
+        there = time.monotonic()
         step = forward.sample(rows.constraints(masks))
-        self._in_flight.append(_Launched(batch, step, verdicts, now, now - begun))
+        host = now - begun + time.monotonic() - there
+        self._in_flight.append(_Launched(batch, step, verdicts, now, host))
         return out
 
     def _waits(self) -> bool:

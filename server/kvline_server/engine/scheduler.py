@@ -1,8 +1,6 @@
 """Continuous batching with chunked prefill: decodes first, then running prompts, then new ones.
 
-Every decode waits for the whole step, so prompts get a bounded number of rows in a mixed step. A
-sequence with penalties or masks skips a step while the host has not read its last token; the others
-run.
+Every decode waits for the whole step, so prompts get a bounded number of rows in a mixed step.
 
 Pure bookkeeping: sequences in, a list of Work out, pages through the caches. It cannot deadlock:
 the oldest running sequence can always preempt the youngest, and one sequence alone always fits

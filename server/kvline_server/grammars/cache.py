@@ -29,7 +29,7 @@ class Entry:
     lexers: list[Lexer] = field(default_factory=list)
     pins: int = 0  # requests that it is kept for
     growing: bool = False  # another lexer is made
-    seconds: float = 0.0  # of CPU time that its last mask took that was timed
+    seconds: float = 0.0  # that a mask of it took when last timed, or at most
 
     @property
     def used(self) -> bool:

@@ -21,10 +21,11 @@ from kvline_server.grammars.messages import Begin, Filled, Wanted
 from kvline_server.grammars.vocabulary import Vocabulary
 from kvline_server.options.grammars import FILL_SECONDS, MASK_SECONDS, GrammarBounds
 
-SLOW_SECONDS = 2 * MASK_SECONDS  # for all masks of a step, after which each is timed
-AT_ONCE = 8  # masks of one lexer in a call
+SLOW_SECONDS = MASK_SECONDS / 2  # a mask; from there on those of its grammar are timed
+AT_ONCE = 8  # masks of one lexer in a call, and those of draft tokens
 UNKNOWN = "its grammar is not known any more"
-SLOW = "the next masks of its grammar take too long"
+SLOW = "its next mask takes too long"
+NO_TIME = "the masks of a step take too long together, and those of its grammar are slow"
 MOST_BREAKS = 3  # lexers that are made anew in a step for sequences that shared one
 Rows = NDArray[np.int32]  # [rows, words]
 
@@ -62,13 +63,20 @@ class Job(NamedTuple):
     def matcher(self) -> LLMatcher:
         return self.sequence.matcher
 
+    @property
+    def is_slow(self) -> bool:
+        return self.sequence.entry.seconds > SLOW_SECONDS
+
+    @property
+    def masks(self) -> int:
+        return 1 + len(self.drafts)
+
 
 class Sequences:
     def __init__(self, vocabulary: Vocabulary, bounds: GrammarBounds) -> None:
         self.vocabulary, self.bounds = vocabulary, bounds
         self.begun: dict[int, Sequence] = {}
         self._one, self._several = LLExecutor(1), LLExecutor(bounds.threads)
-        self._timing = False  # each mask of the next step
 
     def begin(self, asked: Begin, entry: Entry) -> None:
         lexer = entry.least()
@@ -114,9 +122,8 @@ class Sequences:
     def _fill(self, jobs: list[Job], rows: Rows) -> dict[int, str]:
         """-> sequences that failed, and why"""
         began = time.monotonic()
-        left = jobs if self._timing else self._at_once(jobs, rows, began + SLOW_SECONDS)
+        left = self._at_once(jobs, rows, began + FILL_SECONDS / 2)
         failed = self._one_by_one(left, rows, began + FILL_SECONDS)
-        self._timing = not self._timing and time.monotonic() - began > SLOW_SECONDS
         broken = [job for job in jobs if job.matcher.is_error()]
         if broken:
             failed |= self._recover(broken, rows)
@@ -125,20 +132,30 @@ class Sequences:
         return failed
 
     def _at_once(self, jobs: list[Job], rows: Rows, until: float) -> list[Job]:
-        """In calls of a few masks of each lexer, since a call cannot be interrupted; those of
-        grammars that were slow come last. -> what is left when time.monotonic() is `until`"""
-        left = [list(some) for _, some in groupby(sorted(jobs, key=_lexer), key=_lexer)]
+        """Those of grammars not known to be slow. A call cannot be interrupted, so it has a few
+        masks of each lexer. -> what is left when time.monotonic() is `until`"""
+        slow = [job for job in jobs if job.is_slow]
+        fast = sorted((job for job in jobs if not job.is_slow), key=_lexer)
+        left = [list(some) for _, some in groupby(fast, key=_lexer)]
         left.sort(key=lambda some: some[0].sequence.entry.seconds)
-        while left and time.monotonic() < until:
-            some, rest = list[Job](), list[list[Job]]()
+        while left and (began := time.monotonic()) < until:
+            some, rest, most = list[Job](), list[list[Job]](), 0
             for each in left:
-                count = AT_ONCE if len(some) < self.bounds.threads * AT_ONCE else 0
+                count = masks = 0
+                if len(some) < self.bounds.threads * AT_ONCE:
+                    while count < len(each) and masks < AT_ONCE:
+                        masks += each[count].masks
+                        count += 1
                 some += each[:count]
+                most = max(most, masks)
                 if each[count:]:
                     rest.append(each[count:])
             self._compute(some, rows)
-            left = rest
-        return [job for each in left for job in each]
+            left, seconds = rest, (time.monotonic() - began) / most
+            if seconds > SLOW_SECONDS:  # of one of them: the next step shows of which
+                for job in some:
+                    job.sequence.entry.seconds = seconds
+        return slow + [job for each in left for job in each]
 
     def _compute(self, jobs: list[Job], rows: Rows) -> None:
         """Those of one lexer follow each other: they would wait for one another."""
@@ -152,23 +169,28 @@ class Sequences:
             executor.unsafe_compute_mask_ptr_with_draft_token(drafting, *where, len(rows))
 
     def _one_by_one(self, jobs: list[Job], rows: Rows, until: float) -> dict[int, str]:
-        """In or after a slow step, those of the fastest grammar first: whose masks are slow has
-        failed, and so has who is left when time.monotonic() is `until`."""
+        """One of each grammar, then those of the fastest. Whose mask is slow has failed, and so has
+        who would not have them before time.monotonic() is `until`."""
         left: dict[Entry, list[Job]] = {}
         for job in jobs:
             left.setdefault(job.sequence.entry, []).append(job)
-        slow = {}
-        while left and time.monotonic() < until:
-            entry = min(left, key=lambda each: each.seconds)
+        timed: set[Entry] = set()
+        failed: dict[int, str] = {}
+        while left:
+            entry = min(left, key=lambda each: (each in timed, each.seconds))
+            timed.add(entry)
             job = left[entry].pop(0)
             if not left[entry]:
                 del left[entry]
+            if time.monotonic() + job.masks * entry.seconds > until:
+                failed[job.sequence.id] = NO_TIME
+                continue
             began = time.thread_time()
             self._compute([job], rows)
-            entry.seconds = (time.thread_time() - began) / (1 + len(job.drafts))
+            entry.seconds = (time.thread_time() - began) / job.masks
             if entry.seconds > MASK_SECONDS:
-                slow[job.sequence.id] = SLOW
-        return slow | {job.sequence.id: SLOW for some in left.values() for job in some}
+                failed[job.sequence.id] = SLOW
+        return failed
 
     def _recover(self, broken: list[Job], rows: Rows) -> dict[int, str]:
         """A lexer that is in error for one sequence is so for all that share it. They replay their

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
-from kvline_server.ipc.messages import Answer, Call, Run, Sample
+from kvline_server.ipc.messages import Answer, Call, Message, Run, Sample
 from kvline_server.kernels.group import Group
 from kvline_server.memory import device_errors
 from kvline_server.parallel.executor import Local
@@ -38,16 +38,16 @@ class Follower:
                 message = self._link.receive(IDLE_SECONDS)
             except RankLost:
                 return
-            if isinstance(message, Run) and message.samples:
+            if message is None:
+                self._check()
+            elif self._begun is not None:
+                self._sample(*self._begun, message)
+            elif isinstance(message, Run) and message.samples:
                 self._run(message.buffer)
             elif isinstance(message, Run):
                 self._forward(message.buffer)
-            elif isinstance(message, Sample) and self._begun is not None:
-                self._sample(*self._begun, message.at)
             elif isinstance(message, Call):
                 self._link.send(self._answer(message), SEND_SECONDS)
-            elif message is None:
-                self._check()
             else:
                 raise self._link.unexpected(message)
 
@@ -60,10 +60,13 @@ class Follower:
         with self._in_step():
             self._begun = buffer, self._local.worker.forward(self._steps.read(buffer))
 
-    def _sample(self, buffer: int, forward: Forward, at: int) -> None:
+    def _sample(self, buffer: int, forward: Forward, message: Message) -> None:
+        """Of a step that has begun, once its constraints are there."""
+        if not isinstance(message, Sample):
+            raise self._link.unexpected(message)
         with self._in_step():
-            self._last = forward.sample(self._steps.constraints(buffer, at), read=False)
-        self._begun = None
+            constraints = self._steps.constraints(buffer, message.at)
+            self._last, self._begun = forward.sample(constraints, read=False), None
         self._steps.has_read(self._group.rank - 1)
 
     def _check(self) -> None:

@@ -105,12 +105,6 @@ class Ranks:
             self._send(Run(self._write(step), samples=False))
             return _ForwardTogether(self.local.forward(step), self)
 
-    def sample(self, here: Forward, constraints: Constraints) -> InFlight:
-        """The rest of the last forward, on all ranks. Raises as launch does."""
-        with self._in_step():
-            self._send(Sample(self._steps.constrain(constraints)))
-            return _Together(here.sample(constraints), self)
-
     def _send(self, message: Run | Sample) -> None:
         for link in self._links:
             link.send(message, self._patience)
@@ -238,7 +232,11 @@ class _ForwardTogether:
         self._ranks = ranks
 
     def sample(self, constraints: Constraints) -> InFlight:
-        return self._ranks.sample(self._here, constraints)
+        """Raises as Ranks.launch does."""
+        ranks = self._ranks
+        with ranks._in_step():
+            ranks._send(Sample(ranks._steps.constrain(constraints)))
+            return _Together(self._here.sample(constraints), ranks)
 
 
 def _named(

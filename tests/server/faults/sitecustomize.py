@@ -37,10 +37,10 @@ def break_step() -> None:
     number, kind = STEP.split(":")
     if kind == "kill" and not ALWAYS and KILLS.exists():
         return  # a start that tries a second size may reach that number of steps too
-    launch = module.Worker._launch
+    forward = module.Worker._forward
     count = 0
 
-    def broken(self, step, read):  # type: ignore[no-untyped-def]
+    def broken(self, step):  # type: ignore[no-untyped-def]
         nonlocal count
         count += 1
         if count == int(number) or (ALWAYS and count > int(number)):
@@ -53,12 +53,12 @@ def break_step() -> None:
                 end = time.process_time() + float(os.environ["KVLINE_FAULT_SPIN"])
                 while time.process_time() < end:
                     pass
-                return launch(self, step, read)
+                return forward(self, step)
             if kind == "garble":
                 garble_frames("kvline_server.ipc.messages")
-                return launch(self, step, read)
+                return forward(self, step)
             if kind == "nan":
-                return launch_nan(self, step, read)
+                return forward_nan(self, step)
             if kind == "oom":
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 1 GiB: injected"
@@ -66,17 +66,14 @@ def break_step() -> None:
             if kind == "device":
                 raise torch.AcceleratorError("CUDA error: an illegal memory access: injected")
             raise RuntimeError("injected")
-        return launch(self, step, read)
+        return forward(self, step)
 
-    def launch_nan(self: Any, step: Any, read: bool) -> Any:
-        compute = self.decoder.compute_logits
-        self.decoder.compute_logits = lambda hidden: compute(hidden).fill_(float("nan"))
-        try:
-            return launch(self, step, read)
-        finally:
-            self.decoder.compute_logits = compute
+    def forward_nan(self: Any, step: Any) -> Any:
+        found = forward(self, step)
+        found._hidden = found._hidden * float("nan")
+        return found
 
-    module.Worker._launch = broken  # type: ignore[method-assign]
+    module.Worker._forward = broken  # type: ignore[method-assign]
 
 
 def slow_copies() -> None:
