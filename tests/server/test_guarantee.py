@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from waiting import limit
 
 from kvline_server.formats.grammar import each_alone
-from kvline_server.grammars.compiler import Compiler
+from kvline_server.grammars.compiler import Compiler, NotNow
 from kvline_server.grammars.messages import Wanted
 from kvline_server.http import guarantee
 from kvline_server.options.grammars import MIB, GrammarBounds
@@ -358,6 +358,33 @@ def test_tools_need_a_format_that_is_known_and_has_a_mark_beside_a_form(
 
     run(plain, grammars.path, work)
     run(bare, grammars.path, beside)
+
+
+@pytest.mark.parametrize(
+    ("tools", "param", "words"),
+    [
+        ([tool("g", ODD, strict=True)], "tools[0].function.parameters", "'g' cannot be"),
+        ([tool(), tool("g", ODD, strict=True)], "tools[1].function.strict", "uniqueItems"),
+    ],
+)
+def test_the_only_tool_is_named_though_it_was_not_tried_alone(
+    model: Path,
+    grammars: Grammars,
+    monkeypatch: pytest.MonkeyPatch,
+    tools: list[Fields],
+    param: str,
+    words: str,
+) -> None:
+    async def busy(*_: object) -> None:
+        raise NotNow("a busy machine")
+
+    monkeypatch.setattr(guarantee, "_refused_tool", busy)
+
+    async def work(made: Scripted) -> None:
+        answer = await asked(made, CHATS, {**CHAT, "tools": tools})
+        refused(CHATS, answer, param, words)
+
+    run(model, grammars.path, work)
 
 
 def test_without_processes_of_grammars_plain_requests_are_served(

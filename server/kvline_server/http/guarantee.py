@@ -212,6 +212,10 @@ async def _refusal(compiler: Compiler, guarantee: Guarantee, reason: str) -> Bad
             found = await _refused_tool(compiler, guarantee)
     except (TimeoutError, NotNow):
         found = None
+    if found is None and guarantee.answer is None:  # it is one of the tools
+        tools = await asyncio.to_thread(TOOLS.decode, guarantee.tools)
+        if len(tools) == 1:
+            found = _tool_refused(ToolRefused(tools[0].name, reason), tools)
     if found is not None:
         return found
     return BadRequest(f"{guarantee.param}: {reason}", guarantee.param)
