@@ -207,26 +207,26 @@ def _thought(demand: Demand, tokens: Tokens | None, prompt: str) -> str:
 
 async def _refusal(compiler: Compiler, guarantee: Guarantee, reason: str) -> BadRequest:
     """By the field whose grammar is refused alone."""
+    tools = await asyncio.to_thread(TOOLS.decode, guarantee.tools)
     try:
         async with asyncio.timeout(HTTP_SECONDS):
-            found = await _refused_tool(compiler, guarantee)
+            found = await _refused_tool(compiler, guarantee, tools)
     except (TimeoutError, NotNow):
         found = None
-    if found is None and guarantee.answer is None:  # it is one of the tools
-        tools = await asyncio.to_thread(TOOLS.decode, guarantee.tools)
-        if len(tools) == 1:
-            found = _tool_refused(ToolRefused(tools[0].name, reason), tools)
+    if found is None and guarantee.answer is None and len(tools) == 1:
+        found = _tool_refused(ToolRefused(tools[0].name, reason), tools)
     if found is not None:
         return found
     return BadRequest(f"{guarantee.param}: {reason}", guarantee.param)
 
 
-async def _refused_tool(compiler: Compiler, guarantee: Guarantee) -> BadRequest | None:
+async def _refused_tool(
+    compiler: Compiler, guarantee: Guarantee, tools: list[Tool]
+) -> BadRequest | None:
     """The first one's error. Raises NotNow."""
     kind, model = guarantee.choice, guarantee.model
     if kind is None or isinstance(model.format, NoFormat):
         return None
-    tools = await asyncio.to_thread(TOOLS.decode, guarantee.tools)
     alone = each_alone(model.format, tools, kind, model.ids)
     try:
         while (made := await asyncio.to_thread(next, alone, None)) is not None:
