@@ -79,9 +79,8 @@ SLOW = "import pathlib, time; pathlib.Path('/tmp/starts').touch(); time.sleep(30
 def test_a_pod_that_is_deleted_while_python_starts_leaves_at_once(
     space: Any, tmp_path: Path, component: str
 ) -> None:
-    """The kernel drops a signal that a container's first process has no handler for: in 2 of 40
-    pods that were deleted 0.3 to 0.8 s after they were created, Python was that, and they stayed
-    for their grace period. Here its start is long."""
+    """The kernel drops a signal that a container's first process has no handler for: where Python
+    was that, a pod deleted as it started stayed for its grace period. Here its start is long."""
     name = f"early-{component}"
     folder = {"name": "slow", "mountPath": "/slow"}
     container = {
