@@ -34,6 +34,7 @@ GPU = (
     "parallel",
     "exchange",
     "windows",
+    "structured",
 )
 
 

@@ -80,10 +80,13 @@ def one(found: Found, given: dict[str, Any], vocabulary: Vocabulary, bounds: Gra
         return
     began = time.monotonic()
     trying = trial.start(0, grammar, vocabulary, bounds)
-    while not trying.read():
+    while (answer := trying.answer()) is None and not trying.read():
         pass
-    tried = trying.end(bounds)
     found.tried.append(time.monotonic() - began)
+    while answer is not None and not trying.read():
+        pass
+    tried = trying.end(bounds) or answer
+    assert tried is not None
     if tried.reason:
         found.refused[_short(tried.reason)] += 1
         return

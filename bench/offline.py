@@ -40,6 +40,7 @@ from kvline_server.engine_process.preamble import collect_rarely
 from kvline_server.ipc.messages import Progress
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
+from kvline_server.options.arguments import GrammarService
 from kvline_server.parallel.executor import Local
 from kvline_server.sizing.settings import DEFAULTS
 from kvline_server.worker.worker import Worker
@@ -91,6 +92,7 @@ def start(
     max_model_len: int | None = MAX_MODEL_LEN,
     headroom_mib: int | None = None,
     speculation: Speculation | None = None,
+    grammars: GrammarService | None = None,
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
     at most `running` running requests or kvline's default. Without `max_model_len` the model's own
@@ -102,23 +104,14 @@ def start(
         folder, load = Path(name), LoadFormat.WEIGHTS
         if name in SHAPES:
             folder, load = write_config(name, Path(scratch)), LoadFormat.RANDOM
-        launch = LaunchConfig(
-            version=1,
-            namespace="",
-            service="",
-            revision="",
-            image="",
-            device=device,
-            tensor_parallel=gpus,
-            model=Model(str(folder), str(folder), name, load),
-            engine=EngineOptions(
-                max_model_len,
-                running,
-                kv_cache_dtype=cache or only_cache(),
-                speculation=speculation,
-            ),
-            capacity=CapacityOptions(kv_tokens, headroom_mib),
+        options = EngineOptions(
+            max_model_len,
+            running,
+            kv_cache_dtype=cache or only_cache(),
+            speculation=speculation,
         )
+        capacity = CapacityOptions(kv_tokens, headroom_mib)
+        launch = configured(name, folder, load, device, gpus, options, capacity)
         return engine_start.start(
             launch=launch,
             send=Printed(),
@@ -127,8 +120,33 @@ def start(
             wait_for_neighbours=lambda: None,
             memory=None,
             root=os.getpid(),
+            grammars=grammars,
             **peers.start(launch, Path(scratch)),
         )
+
+
+def configured(
+    name: str,
+    folder: Path,
+    load: LoadFormat,
+    device: Device,
+    gpus: int,
+    options: EngineOptions,
+    capacity: CapacityOptions,
+) -> LaunchConfig:
+    """Of a model in this folder."""
+    return LaunchConfig(
+        version=1,
+        namespace="",
+        service="",
+        revision="",
+        image="",
+        device=device,
+        tensor_parallel=gpus,
+        model=Model(str(folder), str(folder), name, load),
+        engine=options,
+        capacity=capacity,
+    )
 
 
 def worker(made: Engine) -> Worker:
@@ -145,8 +163,14 @@ def shrink(engine: Engine, nbytes: int) -> None:
     pool.renew(engine, arena.pages)
 
 
-def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int]]) -> float:
-    """Seconds from the first submit to the last token, nothing of it in the prefix cache."""
+def play(
+    engine: Engine,
+    workload: Workload,
+    requests: list[tuple[list[int], int]],
+    grammar: bytes = b"",
+) -> float:
+    """Seconds from the first submit to the last token, nothing of it in the prefix cache; with
+    `grammar`, its key, all answers follow one."""
     pool.renew(engine)
     began = time.perf_counter()
     for id, (prompt, output) in enumerate(requests):
@@ -156,6 +180,7 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
             ignore_eos=True,
             seed=id,
             prompt_logprobs=workload.prompt_logprobs,
+            grammar=grammar,
         )
         engine.submit(id, list(prompt), params)  # a copy: the engine appends output tokens
     while not engine.idle:

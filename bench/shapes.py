@@ -5,6 +5,8 @@ sliding windows; of Llamas with weights in fp8 too."""
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -157,13 +159,17 @@ def write_config(name: str, folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A byte-level tokenizer with `vocabulary` tokens, so that each id has a text."""
+    """A byte-level tokenizer with `vocabulary` tokens, so that each id has a text, or that of
+    KVLINE_BENCH_TOKENIZER."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    (folder / "tokenizer_config.json").write_text(json.dumps({}))
+    if given := os.environ.get("KVLINE_BENCH_TOKENIZER"):
+        shutil.copy(given, folder / "tokenizer.json")
+        return
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, *(f"w{i}" for i in range(vocabulary - len(alphabet)))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({}))

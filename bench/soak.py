@@ -5,7 +5,8 @@ Half of the requests use every option at once: top-20 logprobs of output and pro
 top-p, min-p, every penalty and 300 biases. The others vary: long scored prompts, full batches of
 decodes with and without filters, and clients that leave. Free memory and the allocator's reserved
 memory are read throughout. With KVLINE_BENCH_SPECULATION=NGram every decode that may has the most
-draft tokens, whatever they cost and whether they are accepted.
+draft tokens, whatever they cost and whether they are accepted. With KVLINE_BENCH_GRAMMARS=json, or
+=tools, most requests follow one of several schemas, or of several lists of tools.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import abc
+from functools import partial
 
 import msgspec
 import offline
+import structured
 import torch
 from record import record, table
 from shapes import SHAPES
@@ -28,12 +32,24 @@ from kvline_server.engine.stress.steps import worst_params
 from kvline_server.errors import DeviceOutOfMemory, StepFailed
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
+from kvline_server.options.arguments import GrammarService
 
 WORST = 0.5  # share of requests with every option
 WAITING = 200  # queue length beside the running requests
+FOLLOWING = 0.7  # share of requests with a grammar, where there are any
 
 
-def request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingParams]:
+def request(
+    rng: random.Random, vocabulary: int, keys: abc.Sequence[bytes]
+) -> tuple[list[int], SamplingParams]:
+    """`keys`: of the grammars that it may follow."""
+    prompt, params = _request(rng, vocabulary)
+    if keys and rng.random() < FOLLOWING:
+        params = msgspec.structs.replace(params, grammar=rng.choice(keys))
+    return prompt, params
+
+
+def _request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingParams]:
     kind = rng.random()
     longest = 8000 if kind < 0.2 else 700
     prompt = [rng.randrange(10, vocabulary - 10) for _ in range(rng.randint(1, longest))]
@@ -69,19 +85,25 @@ class Always:
         return [1 + sequence.id % 50] * max(0, count)
 
 
-def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
-    """-> out-of-memory count, lowest free MiB, growth of reserved MiB, requests, preemptions"""
+def soak(
+    engine: Engine, vocabulary: int, seconds: float, keys: abc.Sequence[bytes] = ()
+) -> list[float]:
+    """-> out-of-memory count, lowest free MiB, growth of reserved MiB, requests, preemptions,
+    requests that ended with an error"""
     rng = random.Random(0)
-    made = failures = 0
+    made = failures = errors = 0
     reserved = torch.cuda.memory_reserved()
     lowest, highest = float("inf"), reserved
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         while len(engine.scheduler.waiting) < WAITING:
-            engine.submit(made, *request(rng, vocabulary))
+            engine.submit(made, *request(rng, vocabulary, keys))
             made += 1
         try:
-            engine.step()
+            for output in engine.step():
+                errors += output.finish == "error"
+                if output.reason:
+                    print(output.reason, flush=True)
         except (DeviceOutOfMemory, StepFailed):
             failures += 1
             break
@@ -89,36 +111,47 @@ def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
             engine.abort(rng.choice(list(engine.sequences)))
         lowest = min(lowest, torch.cuda.mem_get_info()[0] / MIB)
         highest = max(highest, torch.cuda.memory_reserved())
-    return [failures, lowest, (highest - reserved) / MIB, made, engine.scheduler.preemptions]
+    grew, preempted = (highest - reserved) / MIB, engine.scheduler.preemptions
+    return [failures, lowest, grew, made, preempted, errors]
 
 
 def run() -> None:
     """KVLINE_BENCH_MODELS selects models, KVLINE_BENCH_SECONDS is the duration (480)."""
     seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "480"))
-    method = os.environ.get("KVLINE_BENCH_SPECULATION")
-    speculation = Speculation(Method(method)) if method else None
+    method, kind = (os.environ.get(f"KVLINE_BENCH_{n}", "") for n in ("SPECULATION", "GRAMMARS"))
     rows = []
     for name in offline.models():
-        engine, result = offline.start(name, headroom_mib=0, speculation=speculation)
-        if speculation is not None:
-            Always(engine)
-        gpu, vocabulary = torch.cuda.get_device_name(0), SHAPES[name].vocabulary
-        figures, name = soak(engine, vocabulary, seconds), offline.label(name, offline.only_cache())
-        name += f"-{method.lower()}" if method else ""
-        record(f"soak-oom-{name}", figures[0], f"in {seconds:.0f} s", (figures[0],) * 2, gpu)
-        record(f"soak-lowest-free-{name}", figures[1], "MiB", (figures[1],) * 2, gpu)
-        record(f"soak-reserve-grew-{name}", figures[2], "MiB", (figures[2],) * 2, gpu)
-        rows.append([name, str(result.kv_tokens), *(f"{f:.0f}" for f in figures)])
-        engine.executor.resize((0,) * len(engine.executor.pages))
-        del engine
+        if kind:
+            wanted = structured.several(kind)
+            rows.append(structured.within(name, wanted, partial(one, name, seconds, method, kind)))
+        else:
+            rows.append(one(name, seconds, method))
         torch.cuda.empty_cache()
-    head = [
-        "model",
-        "KV tokens",
-        "OOM",
-        "lowest free MiB",
-        "reserve grew MiB",
-        "requests",
-        "preempted",
-    ]
+    head = ["model", "KV tokens", "OOM", "lowest free MiB", "reserve grew MiB", "requests"]
+    head += ["preempted", "errors"]
     table(f"Worst allowed mix at headroom 0, {seconds:.0f} s", head, rows)
+
+
+def one(
+    name: str,
+    seconds: float,
+    method: str,
+    kind: str = "",
+    service: GrammarService | None = None,
+    keys: abc.Sequence[bytes] = (),
+) -> list[str]:
+    """A row of the table: an engine with draft tokens by `method` and grammars of a kind."""
+    speculation = Speculation(Method(method)) if method else None
+    engine, result = offline.start(name, headroom_mib=0, speculation=speculation, grammars=service)
+    if speculation is not None:
+        Always(engine)
+    gpu, vocabulary = torch.cuda.get_device_name(0), SHAPES[name].vocabulary
+    figures = soak(engine, vocabulary, seconds, keys)
+    label = offline.label(name, offline.only_cache())
+    label += "".join(f"-{each.lower()}" for each in (method, kind) if each)
+    record(f"soak-oom-{label}", figures[0], f"in {seconds:.0f} s", (figures[0],) * 2, gpu)
+    record(f"soak-lowest-free-{label}", figures[1], "MiB", (figures[1],) * 2, gpu)
+    record(f"soak-reserve-grew-{label}", figures[2], "MiB", (figures[2],) * 2, gpu)
+    record(f"soak-errors-{label}", figures[5], f"in {seconds:.0f} s", (figures[5],) * 2, gpu)
+    engine.executor.resize((0,) * len(engine.executor.pages))
+    return [label, str(result.kv_tokens), *(f"{f:.0f}" for f in figures)]

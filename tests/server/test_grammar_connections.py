@@ -16,12 +16,21 @@ import pytest
 from grammar_kit import byte_level, vocabulary
 from waiting import limit
 
-from kvline_server.grammars import matchers, messages, process
+from kvline_server.grammars import matchers, messages, process, trial
 from kvline_server.grammars.compiler import Compiler
 from kvline_server.grammars.grammar import Grammar
 from kvline_server.grammars.keeper import Keeper
 from kvline_server.grammars.matchers import Matchers
-from kvline_server.grammars.messages import Compile, Compiled, Message, Release, Tried, Try, Wanted
+from kvline_server.grammars.messages import (
+    Compile,
+    Compiled,
+    Message,
+    Release,
+    Tried,
+    Try,
+    Wanted,
+    encode,
+)
 from kvline_server.grammars.process import Trunk
 from kvline_server.grammars.service import BUSY, Connection
 from kvline_server.ipc import frames
@@ -148,6 +157,28 @@ def test_a_grammar_that_nobody_waits_for_is_not_tried(
     made._tend()
     assert answers(end, 1) == [Tried(1, process.NOT_TRIED, later=True)]
     assert not made.waiting
+
+
+def test_a_trial_s_answer_is_there_before_its_process_has_ended() -> None:
+    """Which takes as long as giving back the memory that it shares."""
+    pipe, answer = os.pipe()
+    if (pid := os.fork()) == 0:
+        while True:
+            signal.pause()
+    tried, frame = (
+        trial.Trial(7, pid, pipe, time.monotonic(), bytearray()),
+        encode(Tried(7, size=9)),
+    )
+    for piece in (frame[:5], frame[5:]):
+        assert tried.answer() is None
+        os.write(answer, piece)
+        assert not tried.read()
+    assert tried.answer() == Tried(7, size=9)
+    assert tried.answer() is None, "it is told once"
+    tried.kill()
+    os.close(answer)
+    assert tried.read() and tried.answer() is None
+    assert tried.end(SMALL) is None, "its end is no other answer"
 
 
 def test_texts_of_grammars_that_wait_are_bounded(trunk: tuple[Trunk, socket.socket]) -> None:

@@ -528,6 +528,10 @@ def test_a_model_without_a_tokenizer_says_so(model: Path, tmp_path: Path) -> Non
     try:
         with pytest.raises(NotServed, match=r"no tokenizer\.json"):
             run(grammars, lambda compiler: key_of(compiler, JSON))
+        made, began = Matchers(grammars.path, grammars.rows_file, grammars.rows), time.monotonic()
+        assert not made.attach(limit(60)), "an engine is served no masks"
+        assert time.monotonic() - began < limit(20), "and its start does not wait for them"
+        made.close()
     finally:
         grammars.stop()
 

@@ -4,7 +4,7 @@ replay, over the same buffers."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ class Pool(GraphPool):
         with torch.inference_mode():
             yield
 
-    def capture(self, work: Callable[[], None]) -> Any:
-        self.captured += 1
-        return work
+    def capture(self, pieces: Iterable[Callable[[], None]]) -> list[Any]:
+        made = list(pieces)
+        self.captured += len(made)
+        return made
 
     def replay(self, graph: Any) -> None:
         if not self._skipped:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
+from numpy.random import default_rng  # numpy would import it at its first use: in each trial
 
 from kvline_server.grammars.grammar import Grammar
 from kvline_server.grammars.source import source
@@ -47,7 +48,7 @@ def explore(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
     """Follows a grammar for some tokens: some fail only behind the first of them, and masks that
     are slow there are slow again and again. Marks are taken first, each once, as behind them begins
     what they stand before: reasoning and other text may go on for ever. Raises GrammarRefused."""
-    row, rng = np.zeros(vocabulary.words, np.int32), np.random.default_rng(0)
+    row, rng = np.zeros(vocabulary.words, np.int32), default_rng(0)
     own, left, marks = matcher.deep_copy(), EXPLORED, vocabulary.marks
     for _ in range(MOST_EXPLORED):
         began = time.thread_time()
@@ -60,9 +61,10 @@ def explore(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         allowed = np.flatnonzero(bits)
         if own.is_stopped() or not len(allowed) or not left:
             break
-        found = np.intersect1d(allowed, marks)
+        found = marks[bits[marks] == 1]
         left = max(left, BEHIND_MARK) if len(found) else left - 1
-        token = int(rng.choice(found if len(found) else allowed))
+        options = found if len(found) else allowed
+        token = int(options[rng.integers(len(options))])
         marks = marks[marks != token]
         own.consume_token(token)
         check(own)

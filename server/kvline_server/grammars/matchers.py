@@ -50,6 +50,7 @@ class Matchers:
         self._socket: socket.socket | None = None
         self._received = Received()
         self._ready = False  # the process serves this engine
+        self._serves_none = False  # its model's tokenizer is not one of those that grammars know
         self._tried_at = 0.0  # to connect
         self._greeted = False  # whether a sequence has waited for what this connection reaches
         self._begun: dict[int, str] = {}  # sequences; why one has failed, empty where it has not
@@ -58,9 +59,12 @@ class Matchers:
         self._filled = Filled(0, [], [])  # the last one
 
     def attach(self, seconds: float) -> bool:
-        """Waits until the process serves this engine, for so many seconds at most."""
+        """Waits until the process serves this engine, or says that it serves none, for so many
+        seconds at most."""
         end = time.monotonic() + seconds
         while not self.ready() and (left := end - time.monotonic()) > 0:
+            if self._serves_none:
+                break
             if not self._receive(min(left, RETRY_SECONDS)):
                 time.sleep(min(left, RETRY_SECONDS))
         return self._ready
@@ -129,7 +133,8 @@ class Matchers:
             made.close()
             return
         made.settimeout(self._seconds)
-        self._socket, self._received, self._greeted = made, Received(), False
+        self._socket, self._received = made, Received()
+        self._greeted = self._serves_none = False
         self._send(Attach(self._rows))
 
     def _send(self, message: messages.Message) -> None:
@@ -157,7 +162,9 @@ class Matchers:
     def _take(self, message: messages.Message) -> None:
         if isinstance(message, Filled):
             self._filled = message
-        elif isinstance(message, Attached) and message.words:
+        elif isinstance(message, Attached) and not message.words:
+            self._serves_none = True
+        elif isinstance(message, Attached):
             mapped = mmap.mmap(self._file, 0)
             self.table = np.frombuffer(mapped, np.int32).reshape(self._rows, message.words)
             self._ready = True

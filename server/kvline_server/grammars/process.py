@@ -162,10 +162,13 @@ class Trunk:
         running = self.trials.get(pipe)
         if running is None:  # it was ended since the selector named its pipe
             return
-        if running.read():
+        ended, answer = running.read(), running.answer()
+        if ended:
             self.selector.unregister(running.pipe)
             del self.trials[running.pipe]
-            self._answer(running.end(self.bounds))
+            answer = running.end(self.bounds) or answer
+        if answer is not None:
+            self._answer(answer)
 
     def _answer(self, tried: Tried) -> None:
         with suppress(OSError):  # its end is heard of too

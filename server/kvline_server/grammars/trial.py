@@ -31,6 +31,7 @@ class Trial:
     pipe: int  # from which its answer is read
     began: float
     received: bytearray
+    is_answered: bool = False
 
     @property
     def late(self) -> bool:
@@ -46,28 +47,30 @@ class Trial:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def end(self, bounds: GrammarBounds) -> Tried:
-        """Its answer; or why there is none."""
-        os.close(self.pipe)
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        answer = self._answer()
-        if answer is not None and code == 0:
-            return answer
-        if self.late:  # a busy node is no fault of a grammar
-            return Tried(self.id, f"it was not compiled within {PATIENCE:g} s", later=True)
-        if code == -signal.SIGKILL:  # by others
-            return Tried(self.id, "the process that compiled it was killed", later=True)
-        return Tried(self.id, _why(code, bounds))
-
-    def _answer(self) -> Tried | None:
-        """None where the process has ended before it, or while it wrote."""
+    def answer(self) -> Tried | None:
+        """Once, when it is there: giving back its memory takes the process another 10 ms."""
+        if self.is_answered:
+            return None
         received = Received()
         with suppress(InvalidFrame):
             received.add(bytes(self.received))
             if (body := received.take()) is not None:
                 message = messages.decode(body)
+                self.is_answered = isinstance(message, Tried)
                 return message if isinstance(message, Tried) else None
         return None
+
+    def end(self, bounds: GrammarBounds) -> Tried | None:
+        """-> why it has not answered, if it has not"""
+        os.close(self.pipe)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.is_answered:
+            return None
+        if self.late:  # a busy node is no fault of a grammar
+            return Tried(self.id, f"it was not compiled within {PATIENCE:g} s", later=True)
+        if code == -signal.SIGKILL:  # by others
+            return Tried(self.id, "the process that compiled it was killed", later=True)
+        return Tried(self.id, _why(code, bounds))
 
 
 def start(id: int, grammar: Grammar, vocabulary: Vocabulary, bounds: GrammarBounds) -> Trial:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,13 +33,17 @@ class GraphPool:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Lazy initialisation is not allowed in a capture: the work must have run before."""
+    def capture(self, pieces: Iterable[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
+        """A graph of each piece. Lazy initialisation is not allowed in a capture: all of them must
+        have run before."""
         torch.cuda.synchronize()
+        return [self._captured(piece) for piece in pieces]
+
+    def _captured(self, piece: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         try:
-            work()
+            piece()
         finally:
             graph.capture_end()
         return graph

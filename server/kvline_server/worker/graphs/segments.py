@@ -112,10 +112,9 @@ class Segments:
             for rows in reversed(row_counts.captured(self.max_rows)):
                 for segment in (0, 1, len(cache)):
                     self._run(segment, rows, cache)
-                self._graphs[rows] = [
-                    self._pool.capture(partial(self._run, segment, rows, cache))
-                    for segment in range(len(cache) + 1)
-                ]
+                self._graphs[rows] = self._pool.capture(
+                    partial(self._run, segment, rows, cache) for segment in range(len(cache) + 1)
+                )
 
     def _run(self, segment: int, rows: int, cache: list[KVLayer]) -> None:
         """Segment 0 ends at the first attention; segment i is between attentions i - 1 and i."""

@@ -178,7 +178,8 @@ class WholeSteps:
                     ones = np.ones(rows, dtype=np.int32)
                     plans.append(self._plan(index, starts, starts, ones))
                 self._run(rows, cache, plans)
-                self._graphs[rows] = self._pool.capture(partial(self._run, rows, cache, plans))
+                piece = partial(self._run, rows, cache, plans)
+                (self._graphs[rows],) = self._pool.capture([piece])
 
     def _run(self, rows: int, cache: list[KVLayer], plans: list[Any]) -> None:
         inputs = self.device
