@@ -49,7 +49,10 @@ class GrammarProcess:
         return self._settled or time.monotonic() > self._began_at + READY_SECONDS
 
     def tend(self) -> None:
-        """Starts it again where it has ended, after a pause."""
+        """Starts it again where it has ended, after a pause. One that sends what is no message is
+        ended: whether it is ready would never be known."""
+        if self.child.invalid:
+            self.child.kill()
         code, now = self.child.process.poll(), time.monotonic()
         if code is None:
             return
@@ -57,9 +60,9 @@ class GrammarProcess:
             if now > self._began_at + CALM_SECONDS:
                 self._pause = FIRST_PAUSE
             self._ended_at, self._settled = now, True
-            how = signal_name(code) if code < 0 else f"code {code}"
+            how = f"ended with {signal_name(code) if code < 0 else f'code {code}'}"
             again = f"it is started again in {self._pause:g} s"
-            self._log(f"warning: the process of grammars ended with {how}; {again}")
+            self._log(f"warning: the process of grammars {self.child.invalid or how}; {again}")
         elif now > self._ended_at + self._pause:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
             self._start_again(now)
