@@ -153,6 +153,16 @@ def test_a_text_needs_no_renderer(tiny_model: Path) -> None:
         ("/detokenize", {"tokens": [VOCABULARY]}, 400, "tokens", "invalid_value"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens", "invalid_value"),
         ("/detokenize", {"tokens": [5] * (CONTEXT + 1)}, 400, "tokens", "invalid_value"),
+        # The Agents SDK sends what OpenAI's newest model alone takes where it is given no model.
+        (
+            "/v1/responses",
+            {"input": "a", "model": "other", "text": {"verbosity": "low"}},
+            404,
+            "model",
+            "model_not_found",
+        ),
+        ("/v1/chat/completions", {"model": "other"}, 404, "model", "model_not_found"),
+        ("/v1/chat/completions", {"model": 7}, 400, "model", "invalid_type"),
         ("/v1/embeddings", {"input": "a"}, 404, None, "unknown_url"),
         ("/v1/rerank", {"query": "a"}, 404, None, "unknown_url"),
         ("/version", {}, 405, None, "method_not_supported"),

@@ -49,9 +49,12 @@ async def plan(
     async with service.rendering if renders else nullcontext():
         turn = service.bodies.turn(len(raw))
         async with turn:
-            parsed = read(parse_object(raw))
+            given = parse_object(raw)
             del raw
-            service.check_model(parsed.model)
+            if isinstance(name := given.get("model"), str):
+                service.check_model(name)  # first: clients send what only that model takes
+            parsed = read(given)
+            del given
             id = request_id(request.headers.get("x-request-id"), id_prefix)
             work = route(id, parsed, service.generator, service.limits, arrived)
             if not renders:
