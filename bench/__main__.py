@@ -62,6 +62,7 @@ def main(names: list[str]) -> int:
         "http": "http_memory",
         "http-cpu": "http_cpu",
         "http-tools": "http_tools",
+        "chat-tools": "chat_tools",
         "lm-eval": "lm_eval_scores",
     }
     unknown = [n for n in names if n not in known]

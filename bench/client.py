@@ -9,7 +9,8 @@ import multiprocessing
 import time
 from dataclasses import dataclass, field
 
-PIECE = b'"text":'  # one in each event of a stream that carries text
+# One of them in each event of a stream that carries text, of a completion or of a chat.
+PIECE, CHAT_PIECE = b'"text":', b'"content":'
 PROCESSES = 4
 OPEN = 2048  # concurrent requests, below the admission limit of a server with 512 running
 
@@ -18,7 +19,7 @@ OPEN = 2048  # concurrent requests, below the admission limit of a server with 5
 class Asked:
     """One request; `at` is when it is sent, in seconds after the start."""
 
-    prompt: list[int]
+    prompt: list[int] | str  # a text is a chat's only message
     output: int
     at: float = 0.0
     fields: dict[str, object] = field(default_factory=dict)  # more of its body
@@ -68,9 +69,11 @@ def _share(
 
 
 def _body(one: Asked, stream: bool, fields: dict[str, object]) -> bytes:
-    body = {
+    chat = isinstance(one.prompt, str)
+    message = [{"role": "user", "content": one.prompt}]
+    body: dict[str, object] = {
         "model": "m",
-        "prompt": one.prompt,
+        **({"messages": message} if chat else {"prompt": one.prompt}),
         "max_tokens": one.output,
         "ignore_eos": True,
         "stream": stream,
@@ -78,7 +81,8 @@ def _body(one: Asked, stream: bool, fields: dict[str, object]) -> bytes:
         **one.fields,
     }
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: m\r\nContent-Length: {len(data)}\r\n"
+    path = "chat/completions" if chat else "completions"
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: m\r\nContent-Length: {len(data)}\r\n"
     return (head + "Content-Type: application/json\r\nConnection: close\r\n\r\n").encode() + data
 
 
@@ -110,10 +114,10 @@ async def _ask(
         kind = ValueError if 400 <= status < 500 and status != 429 else RuntimeError
         raise kind(f"{head[:60]!r} {await reader.read(300)!r}")
     pieces: list[float] = []
-    tail = b""
+    tail, piece = b"", CHAT_PIECE if isinstance(item.prompt, str) else PIECE
     while data := await reader.read(1 << 16):
-        seen = tail[1 - len(PIECE) :] + data  # a mark may come in two parts
-        pieces += [time.time() - start] * seen.count(PIECE)
+        seen = tail[1 - len(piece) :] + data  # a mark may come in two parts
+        pieces += [time.time() - start] * seen.count(piece)
         tail = (tail + data)[-400:]
     writer.close()
     if not (b"[DONE]" in tail or b"completion_tokens" in tail):

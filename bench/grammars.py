@@ -80,12 +80,12 @@ def one(found: Found, given: dict[str, Any], vocabulary: Vocabulary, bounds: Gra
         return
     began = time.monotonic()
     trying = trial.start(0, grammar, vocabulary, bounds)
-    while (answer := trying.answer()) is None and not trying.read():
+    while (told := trying.answer()) is None and not trying.read():
         pass
     found.tried.append(time.monotonic() - began)
-    while answer is not None and not trying.read():
+    while told is not None and not trying.read():
         pass
-    tried = trying.end(bounds) or answer
+    tried = trying.end(bounds) or told
     assert tried is not None
     if tried.reason:
         found.refused[_short(tried.reason)] += 1

@@ -69,11 +69,15 @@ def workload(kind: str) -> Workload:
 
 
 @contextlib.contextmanager
-def served(name: str, gpus: int = peers.GPUS) -> Iterator[int]:
-    """A server as `kvline-server serve` starts it, ready. -> its port"""
+def served(
+    name: str, gpus: int = peers.GPUS, prepare: Callable[[Path], object] = str
+) -> Iterator[int]:
+    """A server as `kvline-server serve` starts it, ready; `prepare` changes the model's folder
+    before. -> its port"""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_config(name, Path(scratch))
         write_tokenizer(folder, SHAPES[name].vocabulary)
+        prepare(folder)
         port, internal = free_port(), free_port()
         command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(folder)]
         command += ["--load", "random", "--served-name", "m", "--port", str(port)]

@@ -40,7 +40,7 @@ FOLLOWING = 0.7  # share of requests with a grammar, where there are any
 
 
 def request(
-    rng: random.Random, vocabulary: int, keys: abc.Sequence[bytes]
+    rng: random.Random, vocabulary: int, keys: abc.Sequence[bytes] = ()
 ) -> tuple[list[int], SamplingParams]:
     """`keys`: of the grammars that it may follow."""
     prompt, params = _request(rng, vocabulary)
