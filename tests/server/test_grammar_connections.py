@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from grammar_kit import byte_level, vocabulary
+from scripted import Scripted
 from waiting import limit
 
 from kvline_server.grammars import matchers, messages, process, trial
@@ -53,6 +55,52 @@ def test_a_process_that_does_not_answer_is_waited_for_once(tmp_path: Path) -> No
         made.ask([Wanted(id, [], [], id) for id in range(64)])
         assert set(made.wait().failed.values()) == {matchers.STARTING}
         made.close()
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled_holds_no_room(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """It did for as long as the grammar took, 20 s at most."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    sent = json.dumps(body | {"response_format": schema}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+    json_body = [(b"content-type", b"application/json")]
+    scope |= {"query_string": b"", "http_version": "1.1"}
+
+    async def work() -> None:
+        asked = asyncio.Event()
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await frames.receive(reader)
+            asked.set()
+            await reader.read()  # it answers nothing
+            writer.close()
+
+        async def receive() -> dict[str, object]:
+            if not asked.is_set() and not received:
+                received.append(True)
+                return {"type": "http.request", "body": sent}
+            await asked.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_: object) -> None:
+            """Nobody is there."""
+
+        received = list[bool]()
+        listener = await asyncio.start_unix_server(hear, tmp_path / "socket")
+        compiler = Compiler(str(tmp_path / "socket"), limit(600))
+        made = Scripted(tiny_model, compiler=compiler)
+        async with asyncio.timeout(limit(60)):
+            await made.app({**scope, "headers": json_body}, receive, send)
+        counts = made.admission
+        assert asked.is_set() and (counts.active, counts.ended, counts.aborted) == (0, 1, 1)
+        await made.http.aclose()
+        await compiler.close()
+        listener.close()
+        await listener.wait_closed()
+
+    asyncio.run(work())
 
 
 def test_a_grammar_whose_answer_comes_as_its_request_leaves_is_given_back(tmp_path: Path) -> None:
@@ -174,7 +222,7 @@ def test_a_trial_s_answer_is_there_before_its_process_has_ended() -> None:
         os.write(answer, piece)
         assert not tried.read()
     assert tried.answer() == Tried(7, size=9)
-    assert tried.answer() is None, "it is told once"
+    assert tried.answer() is None, "it is given once"
     tried.kill()
     os.close(answer)
     assert tried.read() and tried.answer() is None

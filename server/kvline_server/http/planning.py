@@ -22,6 +22,7 @@ from kvline_server.http.guarantee import Guarantee, compiled, demanded, guarante
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
+from kvline_server.http.sending import unless_gone
 from kvline_server.http.service import Service
 from kvline_server.http.stream import Jobs
 
@@ -71,7 +72,8 @@ async def plan(
         )
         if guarantee is not None:
             # Within its room, which bounds the prompts of requests that wait for a grammar.
-            key = stack.enter_context(await compiled(service.compiler, guarantee))
+            waits = compiled(service.compiler, guarantee)
+            key = stack.enter_context(await unless_gone(request, waits))
             jobs = [(prompt, msgspec.structs.replace(made, grammar=key)) for prompt, made in jobs]
     return work, jobs, room
 
