@@ -21,6 +21,8 @@ TASK = "To do: double() returns its argument, and not twice as much."
 # Long enough that what an agent shows of its change has not the first line.
 CONTENT = f'"""{TASK}"""\n\n\n' + "".join(f"N{n} = {n}\n" for n in range(40)) + "\n\n"
 BEFORE, AFTER = "def double(x):\n    return x\n", "def double(x):\n    return 2 * x\n"
+THOUGHT = "The file says it, so it comes first."
+FIRST = "I read the file."
 LAST = "The function doubles its argument now."
 PATCH = f"""apply_patch <<'EOF'
 *** Begin Patch
@@ -36,6 +38,7 @@ model_context_window = 65536
 check_for_update_on_startup = false
 [features]
 plugins = false
+view_image = false
 [analytics]
 enabled = false
 [model_providers.kvline]
@@ -91,9 +94,10 @@ class Agent:
     start: Callable[[Place, str, str, str], Started]  # with the URL, the key and the prompt
 
     def turns(self, place: Place) -> tuple[str, ...]:
-        """What the model writes: it reads a file, changes it and ends with a text."""
+        """What the model writes: it thinks and reads a file, changes it and ends with a text."""
         calls = zip(self.calls, self.arguments(place), strict=True)
-        return (*(_call(name, given) for name, given in calls), LAST)
+        reads, writes = (_call(name, given) for name, given in calls)
+        return f"<think>\n{THOUGHT}\n</think>\n\n{FIRST}\n{reads}", writes, LAST
 
 
 def place(folder: Path) -> Place:
