@@ -1,5 +1,5 @@
 """Coding agents as their makers ship them, each with a repository of its own: how one is started,
-and what the model of these tests writes for it, turn by turn. They are told to send nothing to
+and what the model of these tests writes for it, turn by turn. They are set to send nothing to
 anyone but the server, and find nothing of this machine: HOME is theirs, and so is the environment.
 """
 
@@ -150,8 +150,9 @@ def _codex(where: Place, url: str, key: str, prompt: str) -> Started:
 def _opencode(where: Place, url: str, key: str, prompt: str) -> Started:
     """Its program itself: the package's start script is made by an install script."""
     _, packages = environments.node(environments.CODING_AGENTS)
-    folders = sorted((packages / "node_modules").glob("opencode-linux-*"))
-    program = folders[-1] / "bin" / "opencode"  # the baseline, which needs no AVX2, where it is
+    found = (packages / "node_modules").glob("opencode-linux-*/bin/opencode")
+    # The last one is the baseline, which needs no AVX2, where there is one.
+    program = max(each for each in found if "musl" not in str(each))
     provider: dict[str, Any] = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{url}/v1", "apiKey": key},
