@@ -16,7 +16,7 @@ from waiting import limit
 
 pytestmark = pytest.mark.clients
 # Of which the first prompt, 40,000 tokens with the instructions and tools, takes most.
-SECONDS = 120.0
+SECONDS = 90.0
 
 
 @dataclass(frozen=True, slots=True)
