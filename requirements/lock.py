@@ -1,6 +1,6 @@
 """Resolves pyproject.toml's extras and convert.in into hash-pinned files without index addresses:
-all of them, or those that are named, and with `npm` package-lock.json of the clients for Node.js.
-Then prints what is newer today than the bounds allow.
+all of them, or those that are named, and with `npm` each package-lock.json of the clients for
+Node.js. Then prints what is newer today than the bounds allow.
 
 Releases younger than seven days are left out: a bad one is usually found by then. dates.txt has the
 last day whose releases each file knows.

@@ -1,5 +1,6 @@
 """The clients' environments: one of Python for each requirements/clients*.txt, and Node.js with the
-packages of node/package-lock.json. Each is made once, in a folder named by its lock.
+packages of node/package-lock.json, and of coding_agents/package-lock.json. Each is made once, in a
+folder named by its lock.
 
 python tests/clients/environments.py makes those that `make test` needs; with `all`, all.
 """
@@ -22,9 +23,11 @@ from paths import CACHE  # noqa: E402
 from tools import Say  # noqa: E402
 
 NODE = "clients-node"
+CODING_AGENTS = "clients-coding-agents"
 OF_TEST = ("clients", NODE)  # those that `make test` needs
-ALL = (*OF_TEST, "clients-agents", "clients-instructor", "clients-llama-index")
-PACKAGES = ROOT / "tests" / "clients" / "node"
+ALL = (*OF_TEST, "clients-agents", "clients-instructor", "clients-llama-index", CODING_AGENTS)
+HERE = ROOT / "tests" / "clients"
+PACKAGES = {NODE: HERE / "node", CODING_AGENTS: HERE / "coding_agents"}
 NPM = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
 FILES = ("package.json", "package-lock.json")
 
@@ -36,35 +39,42 @@ def python(name: str, say: Say = print) -> Path:
     return tools.ensure_environment(folder, requirements, say)
 
 
-def node(say: Say = print) -> tuple[Path, Path]:
+def node(name: str = NODE, say: Say = print) -> tuple[Path, Path]:
     """The program, and the folder whose node_modules are installed. Raises ClusterError."""
-    folder = _folder("npm", *(PACKAGES / name for name in FILES))
+    packages = PACKAGES[name]
+    folder = _folder("npm", *(packages / file for file in FILES))
     program, mark = _program(say), folder / ".installed"
     if not mark.is_file():
-        say("installing the packages of tests/clients/node/package-lock.json")
+        say(f"installing the packages of {_lock(packages)}")
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            shutil.copyfile(PACKAGES / name, folder / name)
-        _npm(program, folder, "ci")
+        for file in FILES:
+            shutil.copyfile(packages / file, folder / file)
+        # Not `ci`, which refuses a lock without the packages that other platforms would have.
+        _npm(program, folder, "install", "--no-save")
         mark.touch()
     return program, folder
 
 
 def lock(before: str, say: Say) -> None:
-    """Writes package-lock.json anew, of releases before a day. Raises ClusterError."""
-    (PACKAGES / "package-lock.json").unlink(missing_ok=True)
-    words = ("install", "--package-lock-only", "--omit-lockfile-registry-resolved")
-    _npm(_program(say), PACKAGES, *words, f"--before={before}")
-    say("tests/clients/node/package-lock.json")
+    """Writes each package-lock.json anew, of releases before a day. Raises ClusterError."""
+    for packages in PACKAGES.values():
+        (packages / "package-lock.json").unlink(missing_ok=True)
+        words = ("install", "--package-lock-only", "--omit-lockfile-registry-resolved")
+        _npm(_program(say), packages, *words, f"--before={before}")
+        say(_lock(packages))
 
 
 def make(names: tuple[str, ...], say: Say = print) -> None:
     """Raises ClusterError."""
     for name in names:
-        if name == NODE:
-            node(say)
+        if name in PACKAGES:
+            node(name, say)
         else:
             python(name, say)
+
+
+def _lock(packages: Path) -> str:
+    return str((packages / "package-lock.json").relative_to(ROOT))
 
 
 def _folder(name: str, *locks: Path) -> Path:

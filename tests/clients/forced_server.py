@@ -4,6 +4,7 @@ tools and reasons, a context of 65,536 tokens, an API key, and outputs that test
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +73,13 @@ def write_model(folder: Path) -> Tokenizer:
     return made
 
 
-def write_outputs(file: Path, model: Path, made: Tokenizer) -> dict[str, list[list[int]]]:
+def write_outputs(
+    file: Path, model: Path, made: Tokenizer, outputs: Mapping[str, tuple[str, ...]]
+) -> dict[str, list[list[int]]]:
     """For faults/forced.py. -> the token ids of each turn, by name"""
     ids = {
         name: [made.encode(text + ends, add_special_tokens=False).ids for text in turns]
-        for name, turns in OUTPUTS.items()
+        for name, turns in outputs.items()
         for ends in ["" if name == "thought" else "<|end|>"]
     }
     read = {"tokenizer": str(model / "tokenizer.json"), "turn": TURN, "outputs": ids}
@@ -84,10 +87,10 @@ def write_outputs(file: Path, model: Path, made: Tokenizer) -> dict[str, list[li
     return ids
 
 
-def make(folder: Path) -> Served:
+def make(folder: Path, outputs: Mapping[str, tuple[str, ...]] = OUTPUTS) -> Served:
     """Not started yet."""
-    model, outputs, key = folder / "model", folder / "forced.json", folder / "key"
-    ids = write_outputs(outputs, model, write_model(model))
+    model, forced, key = folder / "model", folder / "forced.json", folder / "key"
+    ids = write_outputs(forced, model, write_model(model), outputs)
     key.write_text(KEY)
     server = Server(
         model,
@@ -100,7 +103,7 @@ def make(folder: Path) -> Served:
         ),
         CapacityOptions(kv_tokens=2 * CONTEXT, headroom_mib=8),
         load=LoadFormat.RANDOM,
-        faults={"KVLINE_FORCED": str(outputs)},
+        faults={"KVLINE_FORCED": str(forced)},
         key=key,
         http_processes=1,
     )

@@ -1,4 +1,4 @@
-"""docs/clients.md: the table of the clients and what of each is tested.
+"""docs/clients.md: the tables of the clients and what of each is tested.
 
 python tests/clients/page.py writes it anew.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from coding_agents import AGENTS  # noqa: E402
 from features import FEATURES  # noqa: E402
 from tested_clients import CLIENTS, OF_TEST, OTHERS, Client  # noqa: E402
 
@@ -31,14 +32,23 @@ def table(clients: tuple[Client, ...]) -> Iterator[str]:
     yield "| name in tests | " + " | ".join(names) + " |"
 
 
+def agents() -> Iterator[str]:
+    """Of the coding agents, which do one task each."""
+    yield "| coding agent | asks | reads with | writes with | name in tests |"
+    yield "|---|---|---|---|---|"
+    for each in AGENTS:
+        tools = " | ".join(f"`{name}`" for name in each.calls)
+        yield f"| {each.title} | `{each.path}` | {tools} | `{each.name}` |"
+
+
 def whole(page: str) -> str:
     """The page with its tables as they are now."""
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    lines = ["", *table(OF_TEST), "", *table(OTHERS), ""]
+    lines = ["", *table(OF_TEST), "", *table(OTHERS), "", *agents(), ""]
     return before + BEGIN + "\n".join(lines) + "\n" + END + after
 
 
 if __name__ == "__main__":
     PAGE.write_text(whole(PAGE.read_text()))
-    print(f"{PAGE.name}: {len(CLIENTS)} clients")
+    print(f"{PAGE.name}: {len(CLIENTS)} clients, {len(AGENTS)} coding agents")
