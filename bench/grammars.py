@@ -80,12 +80,12 @@ def one(found: Found, given: dict[str, Any], vocabulary: Vocabulary, bounds: Gra
         return
     began = time.monotonic()
     trying = trial.start(0, grammar, vocabulary, bounds)
-    while (told := trying.answer()) is None and not trying.read():
+    while (first := trying.answer()) is None and not trying.read():
         pass
     found.tried.append(time.monotonic() - began)
-    while told is not None and not trying.read():
+    while first is not None and not trying.read():
         pass
-    tried = trying.end(bounds) or told
+    tried = trying.end(bounds) or first
     assert tried is not None
     if tried.reason:
         found.refused[_short(tried.reason)] += 1

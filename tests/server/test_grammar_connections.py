@@ -64,9 +64,8 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled_holds_no_room(
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     sent = json.dumps(body | {"response_format": schema}).encode()
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
-    json_body = [(b"content-type", b"application/json")]
-    scope |= {"query_string": b"", "http_version": "1.1"}
+    scope: dict[str, object] = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+    scope |= {"query_string": b"", "headers": [(b"content-type", b"application/json")]}
 
     async def work() -> None:
         asked = asyncio.Event()
@@ -92,7 +91,7 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled_holds_no_room(
         compiler = Compiler(str(tmp_path / "socket"), limit(600))
         made = Scripted(tiny_model, compiler=compiler)
         async with asyncio.timeout(limit(60)):
-            await made.app({**scope, "headers": json_body}, receive, send)
+            await made.app(scope, receive, send)
         counts = made.admission
         assert asked.is_set() and (counts.active, counts.ended, counts.aborted) == (0, 1, 1)
         await made.http.aclose()
