@@ -1,4 +1,4 @@
-"""What grammars of requests may take: bytes, time and counts (docs/decisions/053)."""
+"""What grammars of requests may take: bytes, time and counts (docs/decisions/057)."""
 
 from __future__ import annotations
 
