@@ -170,8 +170,8 @@ class Json:
 
     def _digit(self, text: str, at: int) -> int:
         assert self._number is not None
-        kind = {"E": "e"}.get(text[at], text[at])
-        following = _NUMBER[self._number].get("d" if kind in "123456789" else kind)
+        kind = "d" if text[at] in "123456789" else {"E": "e", "d": ""}.get(text[at], text[at])
+        following = _NUMBER[self._number].get(kind)
         if following is not None:
             self._number = following
             return at + 1
