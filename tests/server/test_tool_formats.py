@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvline_contract.launch import ToolCallParser
@@ -257,6 +257,8 @@ def test_a_json_value_ends_where_it_ends_however_it_is_cut(
 
 
 @given(st.text('{}[]",:\\u0123456789abcdeftrnls+-. \n', max_size=12))
+@example("1d")
+@example("-d")
 def test_json_is_what_the_standard_library_takes(text: str) -> None:
     try:
         json.loads(text, parse_constant=lambda word: 1 / 0)

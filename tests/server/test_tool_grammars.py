@@ -9,27 +9,21 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
-import jsonschema
 import llguidance
-import numpy as np
 import pytest
-from tool_families import ALL, EOS, FAMILIES, ids, pieces, summed, tokens
+from tool_families import ALL, FAMILIES, ids, tokens
+from tool_walks import calls, check_valid, compiled, read, tokenizer, walk
 
-from kvline_server.formats.events import CallArguments, CallEnd, CallStart, Event, Text
+from kvline_server.formats.events import Text
 from kvline_server.formats.format import GEMMA3, HARMONY, HERMES
 from kvline_server.formats.grammar import Choice, around, each_alone, grammar
-from kvline_server.formats.parser import Reads, parser
 from kvline_server.formats.tools import Tool, ToolRefused
 from kvline_server.grammars.grammar import Grammar
 from kvline_server.grammars.source import source
 
 WALKS = min(2000, int(os.environ.get("KVLINE_FUZZ", "39")))
-MOST = 3000  # tokens of a walk; from PATIENCE on, texts that close are tried first
-PATIENCE = 150
-CLOSING = ["\n</parameter>\n", '"', "}", "]", ")", "\n", "</function>\n", "1"]
 
 
 def tool(name: str, properties: dict[str, Any], required: Sequence[str] = (), **more: Any) -> Tool:
@@ -171,80 +165,12 @@ def tools_of(name: str) -> list[Tool]:
     return EASY + (HARD if str(ALL[name].format.name) in JSON_FAMILIES else [])
 
 
-@cache
-def tokenizer(name: str) -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(tokens(name).tokenizer.to_str(), eos_token=ids(name)[EOS])
-
-
-def compiled(name: str, lark: str) -> llguidance.LLMatcher:
-    made = llguidance.LLMatcher(
-        tokenizer(name), llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
-    )
-    assert not made.is_error(), (made.get_error(), lark)
-    return made
-
-
 def refusal(name: str) -> Callable[[str], str]:
     def ask(lark: str) -> str:
         given = llguidance.LLMatcher.grammar_from_lark(lark)
         return str(llguidance.LLMatcher.validate_grammar(given, tokenizer(name)))
 
     return ask
-
-
-def walk(name: str, lark: str, chosen: random.Random) -> tuple[list[int], bool]:
-    """-> tokens that the grammar allows one after the other; whether they came to an end"""
-    matcher, out = compiled(name, lark), list[int]()
-    closing = [tokens(name).tokenizer.encode(text).ids for text in CLOSING]
-    planned: list[int] = []
-    while len(out) < MOST:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        assert allowed.size, matcher.get_error()
-        if not planned and len(out) > PATIENCE and chosen.random() < 0.5:
-            planned = list(chosen.choice(closing))
-        token = planned.pop(0) if planned else int(chosen.choice(allowed))
-        if token not in allowed:
-            planned = []
-            continue
-        if token == ids(name)[EOS]:
-            return out, True
-        assert matcher.consume_token(token), matcher.get_error()
-        out.append(token)
-        if matcher.is_stopped():
-            return out, True
-    return out, False
-
-
-def read(name: str, tools: Sequence[Tool], walked: list[int], ended: bool) -> list[Event]:
-    family = ALL[name]
-    made = parser(Reads(family.format, tools, family.thinking, constrained=True), ids(name))
-    events = made.feed(pieces(name, walked))
-    return summed([*events, *made.end("stop" if ended else "length")])
-
-
-def calls(events: Sequence[Event]) -> list[tuple[str, str, bool]]:
-    out: list[tuple[str, str, bool]] = []
-    for event in events:
-        if isinstance(event, CallStart):
-            out.append((event.name, "", False))
-        elif isinstance(event, CallArguments):
-            out[-1] = (out[-1][0], out[-1][1] + event.text, False)
-        elif isinstance(event, CallEnd):
-            out[-1] = (out[-1][0], out[-1][1], event.complete)
-    return out
-
-
-def check_valid(
-    tools: Sequence[Tool], found: Sequence[tuple[str, str, bool]], strict: bool
-) -> None:
-    by_name = {tool.name: tool for tool in tools}
-    for name, arguments, complete in found:
-        if complete:
-            value = json.loads(arguments)
-            assert isinstance(value, dict)
-            if strict or by_name[name].strict:
-                jsonschema.validate(value, by_name[name].parameters)
 
 
 def test_each_call_of_a_random_walk_is_valid() -> None:

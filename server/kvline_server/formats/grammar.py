@@ -6,6 +6,7 @@ llguidance compiles it, elsewhere: nothing here imports it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ from kvline_server.formats.tools import Tool, ToolRefused
 
 BLANKS = "[ \\n]{0,2}"  # before the first call: what templates write behind reasoning
 END = "<|end|>"
+# Where llguidance found it, and the grammar's lines around, that no client has sent.
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_LINES = re.compile(r"\n +\d+ \| ")
 ANSWER = "@answer"  # another grammar, in that of what stands around it
 
 
@@ -98,6 +102,11 @@ def each_alone(
             guaranteed = tool.name == choice.name
         if guaranteed:
             yield tool, grammar(format, [tool], Choice("required"), False, ids)
+
+
+def schema_reason(reason: str) -> str:
+    """What llguidance says of a schema in a grammar from here, without the lines of the grammar."""
+    return _PLACE.sub("", _LINES.split(reason, maxsplit=1)[0])
 
 
 def _expressible(format: Format, tools: Sequence[Tool]) -> list[Opening]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvline_server.formats.keywords import ASSERTIONS
 from kvline_server.formats.lark import Rules, literal, regex
 from kvline_server.formats.schemas import Parameter, check_name, parameters
-from kvline_server.formats.tools import Tool, listed_values
+from kvline_server.formats.tools import Tool
 
 
 def python_arguments(rules: Rules, name: str, tool: Tool) -> str:
@@ -34,9 +35,10 @@ def python_arguments(rules: Rules, name: str, tool: Tool) -> str:
 
 def _argument(rules: Rules, name: str, tool: Tool, parameter: Parameter) -> str:
     found = rules.types(parameter.schema, parameter.schema)
-    if found == {"boolean"} and listed_values(parameter.schema) is None:
+    plain = ASSERTIONS & parameter.schema.keys() == {"type"}  # and all of its type is valid
+    if plain and found == {"boolean"}:
         value = '("True" | "False")'
-    elif found == {"null"}:
+    elif plain and found == {"null"}:
         value = '"None"'
     else:
         value = rules.json(f"{name}-value", parameter.schema)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvline_server.formats.lark import ANY, Rules, escaped, literal, regex, without
+from kvline_server.formats.keywords import ASSERTIONS
+from kvline_server.formats.lark import ANY, Rules, escaped, lacking, literal, regex, without
 from kvline_server.formats.reader import MAX_NAME
-from kvline_server.formats.schemas import Parameter, parameters
+from kvline_server.formats.schemas import Parameter, check_alone, parameters
 from kvline_server.formats.tools import (
     MOST_SCHEMAS,
     TYPES,
@@ -26,17 +27,19 @@ from kvline_server.formats.tools import (
 from kvline_server.formats.xml_calls import END_PARAMETER, PARAMETER
 
 CLOSE = f"\n{END_PARAMETER}\n"
+VALUE = lacking(END_PARAMETER)
 FREE_NAME = 64  # characters of a parameter that no schema names
 MOST_ALTERNATIVES = 100  # of one string: a few that refer to each other may have any number
+_BESIDE_VALUES = {"type", "enum", "const", "minLength", "maxLength"}
+_BRANCHES = {"anyOf", "oneOf"}
+_BESIDE_BRANCHES = {"pattern", "minLength", "maxLength", "enum", "const"}
 _UNKEPT = ("format", "not", "if", "allOf", "contentSchema")  # of a string
 
 
 def xml_parameters(rules: Rules, name: str, tool: Tool) -> str:
     """In the order of the schema; without one, any that are strings."""
     if not tool.parameters:
-        value = rules.add(
-            f"{name}-value".upper(), f"{without(ANY, {END_PARAMETER})} {literal(CLOSE)}"
-        )
+        value = rules.add(f"{name}-value".upper(), f"{regex(VALUE)} {literal(CLOSE)}")
         key = rules.add(f"{name}-key".upper(), regex(f"[^<>\\n]{{1,{FREE_NAME}}}"))
         return f"({literal(PARAMETER)} {key} {literal('>' + CLOSE[0])} {value})*"
     parts = []
@@ -55,7 +58,8 @@ def _parameter(rules: Rules, name: str, tool: Tool, parameter: Parameter) -> str
     schema = resolved(root, root)
     listed, found = listed_values(schema), rules.types(root, root)
     if listed is not None:
-        value = _listed(tool, key, listed, found)
+        check_alone(tool, root, root, key)
+        value = _listed(tool, key, schema, found)
     elif "string" in found:
         value = _strings(rules, f"{name}-value".upper(), tool, key, root)
         if "null" in found and found != TYPES:
@@ -65,9 +69,9 @@ def _parameter(rules: Rules, name: str, tool: Tool, parameter: Parameter) -> str
     return rules.add(name, f"{before} {value}")
 
 
-def _listed(tool: Tool, key: str, listed: list[Any], found: frozenset[str]) -> str:
+def _listed(tool: Tool, key: str, schema: Mapping[str, Any], found: frozenset[str]) -> str:
     kinds = found | ({"integer"} if "number" in found else frozenset())
-    values = [value for value in listed if type_of(value) in kinds]
+    values = [value for value in _values(tool, key, schema) if type_of(value) in kinds]
     if not values:
         raise ToolRefused(tool.name, f"{key!r}: none of its values is of its type")
     texts = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
@@ -75,6 +79,22 @@ def _listed(tool: Tool, key: str, listed: list[Any], found: frozenset[str]) -> s
         if END_PARAMETER in text:
             raise ToolRefused(tool.name, f"{key!r}: a value has {END_PARAMETER} in it")
     return f"({' | '.join(literal(text + CLOSE) for text in texts)})"
+
+
+def _values(tool: Tool, key: str, schema: Mapping[str, Any]) -> list[Any]:
+    """Of `enum` or `const`, by the lengths that stand beside it."""
+    beside = ASSERTIONS & schema.keys() - _BESIDE_VALUES
+    if beside or {"enum", "const"} <= schema.keys():
+        raise ToolRefused(
+            tool.name, f"{key!r}: {min(beside or {'const'})!r} beside its values cannot be kept"
+        )
+    least, most = (_length(tool, key, schema, name) for name in ("minLength", "maxLength"))
+    return [
+        value
+        for value in listed_values(schema) or []
+        if not isinstance(value, str)
+        or (len(value) >= int(least or 0) and (not most or len(value) <= int(most)))
+    ]
 
 
 def _strings(rules: Rules, name: str, tool: Tool, key: str, root: Mapping[str, Any]) -> str:
@@ -102,6 +122,7 @@ class _Alternatives:
 
     def bodies(self, schema: Any, depth: int) -> Iterator[str]:
         """A terminal for each that is a string."""
+        check_alone(self.tool, schema, self.root, self.key)
         schema = resolved(schema, self.root)
         for keyword in _UNKEPT:
             if keyword in schema:
@@ -122,7 +143,7 @@ class _Alternatives:
             )
         strings = [each for each in branches if "string" in self.rules.types(each, self.root)]
         several = "oneOf" in schema and len(strings) > 1
-        if several or not depth or {"pattern", "minLength", "maxLength"} & schema.keys():
+        if several or not depth or _BESIDE_BRANCHES & schema.keys() or schema.keys() >= _BRANCHES:
             raise self._refused("these alternatives of a string cannot be kept in this format")
         for each in strings:
             yield from self.bodies(each, depth - 1)
@@ -132,12 +153,15 @@ class _Alternatives:
 
 
 def _body(tool: Tool, key: str, schema: Mapping[str, Any]) -> str:
-    listed = listed_values(schema)
-    if listed is not None:
-        texts = [value for value in listed if isinstance(value, str)]
+    if listed_values(schema) is not None:
+        texts = [value for value in _values(tool, key, schema) if isinstance(value, str)]
         return without(f"({'|'.join(map(escaped, texts))})", {END_PARAMETER})
-    body = without(ANY, {END_PARAMETER})
+    body = regex(VALUE)
     least, most = (_length(tool, key, schema, name) for name in ("minLength", "maxLength"))
+    if least and most and int(least) > int(most):
+        raise ToolRefused(
+            tool.name, f"{key!r}: 'minLength' {least} is more than 'maxLength' {most}"
+        )
     if least or most:
         body = f"{body} & {regex(f'(?s:.){{{least or 0},{most}}}')}"
     if "pattern" in schema:

@@ -52,6 +52,11 @@ class Json:
         """How many of the last characters are a part of an escape, or of a pair of them."""
         return len(self._escape) + (6 if self._high else 0)
 
+    @property
+    def is_nested(self) -> bool:
+        """Within a list or an object."""
+        return bool(self._open)
+
     def feed(self, text: str, at: int = 0) -> int:
         """-> the first position that is not taken: the end of `text`, or where the value is done
         or broken"""
@@ -165,8 +170,8 @@ class Json:
 
     def _digit(self, text: str, at: int) -> int:
         assert self._number is not None
-        kind = {"E": "e"}.get(text[at], text[at])
-        following = _NUMBER[self._number].get("d" if kind in "123456789" else kind)
+        kind = "d" if text[at] in "123456789" else {"E": "e", "d": ""}.get(text[at], text[at])
+        following = _NUMBER[self._number].get(kind)
         if following is not None:
             self._number = following
             return at + 1

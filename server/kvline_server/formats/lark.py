@@ -104,3 +104,16 @@ def without(pattern: str, texts: Collection[str]) -> str:
         return regex(pattern)
     within = "|".join(escaped(text) for text in sorted(texts))
     return f"({regex(pattern)} & ~{regex(f'{ANY}({within}){ANY}')})"
+
+
+def lacking(mark: str) -> str:
+    """A pattern of the texts in which the mark, whose first character it has once, does not occur.
+    A complement is none of UTF-8 alone: with a length beside it, whether anything is left of both
+    takes more than a lexer may have."""
+    first = escaped(mark[0])
+    assert mark[0] not in mark[1:]
+    within = ""  # what may follow a part of the mark: nothing, or what does not go on with it
+    for each in map(escaped, reversed(mark[1:])):
+        longer = f"|{each}{within}" if within else ""
+        within = f"(|[^{first}{each}][^{first}]*{longer})"
+    return f"[^{first}]*({first}{within})*"

@@ -8,8 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvline_server.formats.keywords import ASSERTIONS, unkept
 from kvline_server.formats.reader import MAX_NAME
-from kvline_server.formats.tools import MAX_REFERENCE, Tool, ToolRefused, resolved
+from kvline_server.formats.tools import (
+    MAX_REFERENCE,
+    MOST_SCHEMAS,
+    Tool,
+    ToolRefused,
+    pointed,
+    resolved,
+)
 
 # What says nothing about which values are valid, or what is read here.
 _TOP = frozenset(
@@ -33,6 +41,8 @@ def object_schema(tool: Tool) -> dict[str, Any]:
     named = schema.get("type", "object")
     if named != "object" and not (isinstance(named, list) and "object" in named):
         raise ToolRefused(tool.name, f"its parameters are of type {named!r}, expected 'object'")
+    if (reason := unkept(schema)) is not None:
+        raise ToolRefused(tool.name, reason)
     return {**schema, "type": "object"}
 
 
@@ -47,7 +57,9 @@ def check_name(tool: Tool, name: str) -> str:
 def parameters(tool: Tool) -> list[Parameter]:
     """Those of its properties, in order. Raises ToolRefused where the schema says more of the
     object than which they are."""
-    schema = resolved(object_schema(tool), tool.parameters)
+    own = object_schema(tool)
+    check_alone(tool, {name: own[name] for name in own if name != "type"}, tool.parameters)
+    schema = resolved(own, tool.parameters)
     for keyword in schema:
         if keyword not in _TOP:
             raise ToolRefused(
@@ -72,6 +84,18 @@ def parameters(tool: Tool) -> list[Parameter]:
     ]
 
 
+def check_alone(tool: Tool, schema: Any, root: Mapping[str, Any], key: str = "") -> None:
+    """Raises ToolRefused where a `$ref` that is followed here has keywords beside it, which would
+    be left out."""
+    for _ in range(MOST_SCHEMAS):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return
+        if beside := ASSERTIONS & schema.keys():
+            reason = f"{min(beside)!r} beside '$ref' cannot be kept in this model's format"
+            raise ToolRefused(tool.name, f"{key!r}: {reason}" if key else reason)
+        schema = pointed(schema["$ref"], root)
+
+
 def _object(schema: Any) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
@@ -91,6 +115,8 @@ def _refers(tool: Tool, schema: Any) -> bool:
         if len(reference) > MAX_REFERENCE:
             reason = f"'$ref' {reference!r:.80}: more than {MAX_REFERENCE} characters"
             raise ToolRefused(tool.name, reason)
+        if pointed(reference, tool.parameters) is None:
+            raise ToolRefused(tool.name, f"'$ref' {reference!r:.80} leads nowhere")
     return bool(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import unquote
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 MOST_SCHEMAS = 100  # that are followed for one value's types: a schema may be endless
@@ -63,14 +64,17 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def pointed(reference: Any, root: Mapping[str, Any]) -> Any:
     """What `#/a/b` points to; None where that is nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     if len(reference) > MAX_REFERENCE:  # splitting it takes its time for each that leads here
         return None
     at: Any = root
     for name in reference[1:].split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        at = at.get(name) if isinstance(at, dict) else None
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list):
+            at = at[int(name)] if name.isdecimal() and int(name) < len(at) else None
+        else:
+            at = at.get(name) if isinstance(at, dict) else None
     return at
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvline_server.formats.json_text import BLANKS, quoted
+from kvline_server.formats.json_text import BLANKS, Json, quoted
 from kvline_server.formats.lexer import Searched
 from kvline_server.formats.output import Output
 from kvline_server.formats.reader import MAX_NAME, Reader
@@ -121,6 +121,7 @@ class Value:
         self._first = True  # nothing has come
         self._tail = ""  # may begin the closing mark
         self._parts: list[str] = []  # that are not shown yet
+        self._json = Json() if self._kind is Kind.WHOLE else None  # a list or an object, if any
 
     def feed(self, text: str, at: int) -> int:
         if self._first and text[at] == "\n":
@@ -129,11 +130,13 @@ class Value:
         came, start = (self._tail + text[at:], 0) if self._tail else (text, at)
         shift = at - (len(self._tail) if self._tail else at)
         assert _END.pattern is not None
-        found = _END.pattern.search(came, start)
-        if found is not None:
+        while (found := _END.pattern.search(came, start)) is not None:
             self._add(came[start : found.start()])
-            self.end(written=True)
-            return found.end() + shift
+            if not self._is_quoted(found[0]):
+                self.end(written=True)
+                return found.end() + shift
+            self._add(found[0])
+            start = found.end()
         keep = min(_END.held(came), len(came) - start)
         self._add(came[start : len(came) - keep])
         self._tail = came[len(came) - keep :]
@@ -143,6 +146,10 @@ class Value:
         if not text:
             return
         self._parts.append(text)
+        if self._json is not None:
+            self._json.feed(text)
+            if text.strip(BLANKS) and not self._json.is_nested:
+                self._json = None
         if self._kind is Kind.STRING_OR_NULL:
             value = "".join(self._parts)
             if "null".startswith(value.strip(BLANKS)):
@@ -151,6 +158,11 @@ class Value:
         if self._kind is Kind.STRING:
             self._show(quoted("".join(self._parts)), opening='"')
             self._parts = []
+
+    def _is_quoted(self, mark: str) -> bool:
+        """Whether it is a part of a string within a list or an object, which has no newline."""
+        scan = self._json
+        return scan is not None and scan.in_string and not scan.broken and mark == END_PARAMETER
 
     def _show(self, text: str, opening: str = "") -> None:
         if self.prefix:

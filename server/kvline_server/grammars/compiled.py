@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MAX_REASON = 500  # characters
 EXPLORED, BEHIND_MARK = 16, 48  # tokens, and those behind a mark: a call begins with its name
 MOST_EXPLORED = 256
+NO_WAY_ON = "NoExtensionBias"  # all of the error where nothing may follow, and nothing has ended
+UNSATISFIED = "nothing satisfies it"
 NOTHING = "it allows no token of this model"
 TOO_SLOW = "a mask of it takes {:.0f} ms, of {:.0f} at most: fewer alternatives may help"
 
@@ -82,7 +84,8 @@ def check(matcher: LLMatcher) -> None:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    return shortened(matcher.get_error())
+    error = matcher.get_error()
+    return UNSATISFIED if NO_WAY_ON in error else shortened(error)
 
 
 def shortened(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvline_server.formats.keywords import unkept
 from kvline_server.options.grammars import MAX_BYTES
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
@@ -55,7 +56,10 @@ def schema_text(value: Any, param: str) -> str:
     if OVERRIDES in fields:
         message = "not served; whitespace is set in structured_outputs"
         raise GrammarInvalid(message, f"{param}.{OVERRIDES}")
-    return text_of(fields, param)
+    text = text_of(fields, param)
+    if (reason := unkept(fields)) is not None:
+        raise GrammarInvalid(reason, param)
+    return text
 
 
 def object_of(value: Any, param: str, expected: str = "an object") -> dict[str, Any]:

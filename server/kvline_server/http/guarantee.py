@@ -15,7 +15,7 @@ import msgspec
 
 from kvline_server.formats.detect import NoFormat, in_reasoning
 from kvline_server.formats.format import HARMONY, Format
-from kvline_server.formats.grammar import Choice, around, each_alone, grammar
+from kvline_server.formats.grammar import Choice, around, each_alone, grammar, schema_reason
 from kvline_server.formats.lark import GrammarTooLarge
 from kvline_server.formats.thought import Unmarked, thought
 from kvline_server.formats.tools import Tool, ToolRefused
@@ -214,7 +214,7 @@ async def _refusal(compiler: Compiler, guarantee: Guarantee, reason: str) -> Bad
     except (TimeoutError, NotNow):
         found = None
     if found is None and guarantee.answer is None and len(tools) == 1:
-        found = _tool_refused(ToolRefused(tools[0].name, reason), tools)
+        found = _tool_refused(ToolRefused(tools[0].name, schema_reason(reason)), tools)
     if found is not None:
         return found
     return BadRequest(f"{guarantee.param}: {reason}", guarantee.param)
@@ -235,7 +235,7 @@ async def _refused_tool(
                 with await compiler.compiled(Grammar("lark", text)):
                     pass
             except NotServed as refused:
-                return _tool_refused(ToolRefused(tool.name, str(refused)), tools)
+                return _tool_refused(ToolRefused(tool.name, schema_reason(str(refused))), tools)
     except ToolRefused as refused:
         return _tool_refused(refused, tools)
     except GrammarTooLarge:
