@@ -198,6 +198,20 @@ def test_each_call_of_a_random_walk_is_valid() -> None:
     assert ended >= 0.9 * WALKS
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_required_call_that_is_cut_leaves_no_text(name: str) -> None:
+    """At any token: not the beginning of the next call, nor the blanks before it."""
+    some = [tool("none", {}, **CLOSED), tool("one", {"a": {"type": "integer"}}, ["a"], **CLOSED)]
+    lark = grammar(ALL[name].format, some, Choice("required"), True, ids(name))
+    for number in range(3):
+        walked, _ = walk(name, lark, random.Random(number))
+        for cut in range(len(walked[:200])):
+            events = read(name, some, walked[:cut], False, only_calls=True)
+            assert not any(isinstance(event, Text) for event in events), walked[:cut]
+            whole = [complete for *_, complete in calls(events)]
+            assert all(whole[:-1]), "the last one alone is cut"
+
+
 def test_free_text_may_stand_around_calls_of_strict_tools_which_are_valid() -> None:
     names, seen = list(ALL), 0
     for number in range(WALKS):

@@ -68,9 +68,12 @@ def walk(name: str, lark: str, chosen: random.Random) -> tuple[list[int], bool]:
     return out, False
 
 
-def read(name: str, tools: Sequence[Tool], walked: list[int], ended: bool) -> list[Event]:
+def read(
+    name: str, tools: Sequence[Tool], walked: list[int], ended: bool, only_calls: bool = False
+) -> list[Event]:
     family = ALL[name]
-    made = parser(Reads(family.format, tools, family.thinking, constrained=True), ids(name))
+    reads = Reads(family.format, tools, family.thinking, constrained=True, only_calls=only_calls)
+    made = parser(reads, ids(name))
     events = made.feed(pieces(name, walked))
     return summed([*events, *made.end("stop" if ended else "length")])
 

@@ -22,6 +22,11 @@ class AnswerParser(ABC):
         self._first: re.Pattern[str] | None = None  # of what may end it
         self._reasons = False  # what comes is reasoning
 
+    def omit_content(self) -> None:
+        """Calls are required, and a grammar sees to that: what is no call is the beginning of one
+        that was cut, or blanks."""
+        self._out.omits_content = True
+
     @property
     def calls(self) -> int:
         """How many have begun."""

@@ -55,8 +55,11 @@ class Output:
         self._content, self._reasoning = Trailing(BLANKS), Trailing("\n")
         self._after_reasoning = False  # its newlines are still skipped
         self._reasons = False  # some of the reasoning has come
+        self.omits_content = False
 
     def content(self, text: str) -> None:
+        if self.omits_content:
+            return
         if self._after_reasoning:
             text = text.lstrip("\n")
             self._after_reasoning = not text
@@ -74,7 +77,8 @@ class Output:
         """Whether more content, or more reasoning, goes out as it comes."""
         if reasons:
             return self._reasons and not self._reasoning.waits
-        return not self._after_reasoning and not self._content.waits
+        omitted = self.omits_content or self._after_reasoning
+        return not omitted and not self._content.waits
 
     def begin_reasoning(self) -> None:
         self._content.drop()

@@ -32,13 +32,16 @@ class Reads:
     thinking: Thinking | None = None
     in_reasoning: bool = False  # the prompt ends within it
     constrained: bool = False  # by a grammar of ours: only what that writes is a call
+    only_calls: bool = False  # that grammar allows no text
 
 
 def parser(reads: Reads, ids: Mapping[str, int]) -> AnswerParser:
     """`ids`: the tokenizer's added tokens by their text."""
-    if reads.format is HARMONY:
-        return HarmonyParser(reads.tools, ids)
-    return Parser(reads, ids)
+    harmony = reads.format is HARMONY
+    made = HarmonyParser(reads.tools, ids) if harmony else Parser(reads, ids)
+    if reads.only_calls:
+        made.omit_content()
+    return made
 
 
 class Parser(AnswerParser):

@@ -53,6 +53,12 @@ def choice(request: ChatRequest) -> Choice | None:
     return Choice("auto") if strict else None
 
 
+def only_calls(request: ChatRequest) -> bool:
+    """Whether its answers have no text."""
+    kind = choice(request)
+    return kind is not None and kind.kind != "auto"
+
+
 def constrained(request: ChatRequest) -> bool:
     """Whether a grammar says which calls and which text its answers may have."""
     form = request.response_format

@@ -10,7 +10,7 @@ from kvline_server.formats.detect import NoFormat, in_reasoning
 from kvline_server.formats.format import HARMONY, Body, Format
 from kvline_server.formats.parser import Reads, parser
 from kvline_server.formats.tools import MOST_SCHEMAS, Tool, listed_values, resolved, types
-from kvline_server.http.answering import Answering, constrained, format_of_calls
+from kvline_server.http.answering import Answering, constrained, format_of_calls, only_calls
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.ipc.sampling_params import ThinkingBudget
@@ -50,7 +50,8 @@ def reading(request: ChatRequest, model: Answering, prompt: str) -> Reading | No
     if model.thinking is None and format is not HARMONY and not tools:
         return None
     begun = in_reasoning(model.thinking, prompt, request.continued())
-    reads = Reads(format, tools, model.thinking, begun, constrained(request))
+    by_grammar = constrained(request), only_calls(request)
+    reads = Reads(format, tools, model.thinking, begun, *by_grammar)
     one_call = request.parallel_tool_calls is False
     return Reading(reads, model.ids, one_call, request.include_reasoning)
 
