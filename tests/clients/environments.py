@@ -49,8 +49,8 @@ def node(name: str = NODE, say: Say = print) -> tuple[Path, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for file in FILES:
             shutil.copyfile(packages / file, folder / file)
-        # Not `ci`, which refuses a lock without the packages that other platforms would have.
-        _npm(program, folder, "install", "--no-save")
+        # `ci` refuses a lock without the packages that other platforms would have.
+        _npm(program, folder, *(["ci"] if name == NODE else ["install", "--no-save"]))
         mark.touch()
     return program, folder
 
