@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -290,12 +291,12 @@ REFUSED: list[tuple[str, Fields, str, str]] = [
 
 
 async def asked(made: Scripted, route: str, body: dict[str, Any]) -> httpx.Response:
-    """Once more where a grammar had too little of a busy machine to be tried."""
-    for _ in range(5):
+    """Again where a grammar had too little of a busy machine to be tried."""
+    end = time.monotonic() + limit(80)
+    while True:
         answer = await made.http.post(route, json=body)
-        if answer.status_code != 503:
-            break
-    return answer
+        if answer.status_code != 503 or time.monotonic() > end:
+            return answer
 
 
 def refused(route: str, answer: httpx.Response, param: str, words: str) -> None:
