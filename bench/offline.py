@@ -104,14 +104,23 @@ def start(
         folder, load = Path(name), LoadFormat.WEIGHTS
         if name in SHAPES:
             folder, load = write_config(name, Path(scratch)), LoadFormat.RANDOM
-        options = EngineOptions(
-            max_model_len,
-            running,
-            kv_cache_dtype=cache or only_cache(),
-            speculation=speculation,
+        launch = LaunchConfig(
+            version=1,
+            namespace="",
+            service="",
+            revision="",
+            image="",
+            device=device,
+            tensor_parallel=gpus,
+            model=Model(str(folder), str(folder), name, load),
+            engine=EngineOptions(
+                max_model_len,
+                running,
+                kv_cache_dtype=cache or only_cache(),
+                speculation=speculation,
+            ),
+            capacity=CapacityOptions(kv_tokens, headroom_mib),
         )
-        capacity = CapacityOptions(kv_tokens, headroom_mib)
-        launch = configured(name, folder, load, device, gpus, options, capacity)
         return engine_start.start(
             launch=launch,
             send=Printed(),
@@ -123,30 +132,6 @@ def start(
             grammars=grammars,
             **peers.start(launch, Path(scratch)),
         )
-
-
-def configured(
-    name: str,
-    folder: Path,
-    load: LoadFormat,
-    device: Device,
-    gpus: int,
-    options: EngineOptions,
-    capacity: CapacityOptions,
-) -> LaunchConfig:
-    """Of a model in this folder."""
-    return LaunchConfig(
-        version=1,
-        namespace="",
-        service="",
-        revision="",
-        image="",
-        device=device,
-        tensor_parallel=gpus,
-        model=Model(str(folder), str(folder), name, load),
-        engine=options,
-        capacity=capacity,
-    )
 
 
 def worker(made: Engine) -> Worker:

@@ -70,7 +70,7 @@ def workload(kind: str) -> Workload:
 
 @contextlib.contextmanager
 def served(
-    name: str, gpus: int = peers.GPUS, prepare: Callable[[Path], object] = str
+    name: str, gpus: int = peers.GPUS, prepare: Callable[[Path], object] = lambda folder: None
 ) -> Iterator[int]:
     """A server as `kvline-server serve` starts it, ready; `prepare` changes the model's folder
     before. -> its port"""

@@ -24,11 +24,11 @@ import httpx
 import offline
 import torch
 from record import record, table
+from servers import launch_config
 from serving import served
 from shapes import SHAPES, write_config, write_tokenizer
 from workloads import WORKLOADS
 
-from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LoadFormat
 from kvline_server.formats.format import GEMMA3, LLAMA3_JSON, PYTHONIC
 from kvline_server.formats.grammar import Choice
 from kvline_server.formats.grammar import grammar as lark
@@ -152,10 +152,8 @@ def processes(name: str) -> Iterator[GrammarService]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_config(name, Path(scratch))
         write_tokenizer(folder, SHAPES[name].vocabulary)
-        options = EngineOptions(offline.MAX_MODEL_LEN), CapacityOptions()
-        launch = offline.configured(name, folder, LoadFormat.RANDOM, Device.CUDA, 1, *options)
         config = folder / "launch.json"
-        config.write_text(launch.dumps())
+        config.write_text(launch_config(folder).dumps())
         process = GrammarProcess(Options(config=config, state_dir=folder), GrammarBounds(), print)
         try:
             yield process.service

@@ -39,7 +39,7 @@ def tool(name: str, required: str, properties: dict[str, Any], **more: Any) -> T
 
 ZOD: dict[str, Any] = {"additionalProperties": False, "$schema": DRAFT}
 OFFSET = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1, "description": "a line"}
-TODO = {
+ENTRY = {
     "type": "object",
     "properties": {
         "content": text("todo", minLength=1),
@@ -125,7 +125,7 @@ AGENT_TOOLS = (
     tool(
         "todowrite",
         "todos",
-        {"todos": {"type": "array", "items": TODO, "description": words(LONG, "t")}},
+        {"todos": {"type": "array", "items": ENTRY, "description": words(LONG, "t")}},
         **ZOD,
     ),
     tool(

@@ -20,9 +20,9 @@ ASSERTIONS = frozenset(
     | {"exclusiveMinimum", "exclusiveMaximum", "unevaluatedItems", "unevaluatedProperties"}
     | {"$dynamicRef", "$recursiveRef"}
 )
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_LISTED = {"anyOf", "oneOf", "allOf", "prefixItems", "items"}
+_SINGLE = {"items", "additionalProperties", "not", "if", "then", "else", "contains"}
 # A whole number that is excluded, and the bound on its other side.
 _EXCLUDED = (
     ("exclusiveMinimum", ("maximum", "exclusiveMaximum")),
@@ -38,24 +38,24 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
         if not isinstance(at, dict):
             continue
         yield at
-        for keyword in _BY_NAME:
-            if isinstance(named := at.get(keyword), dict):
-                left += named.values()
-        for keyword in _LISTED:
-            if isinstance(listed := at.get(keyword), list):
-                left += listed
-        left += [at[keyword] for keyword in _SINGLE if keyword in at]
+        for keyword, value in at.items():
+            if keyword in _BY_NAME and isinstance(value, dict):
+                left += value.values()
+            elif keyword in _LISTED and isinstance(value, list):
+                left += value
+            elif keyword in _SINGLE:
+                left.append(value)
 
 
 def unkept(schema: Mapping[str, Any]) -> str | None:
     """The first thing in it that llguidance takes and does not keep."""
     ended = set[str]()  # references that lead to what is none
     for at in subschemas(schema):
-        if "required" in at and not isinstance(at["required"], list):
+        if not isinstance(at.get("required", []), list):
             return f"'required' must be a list of names, got {at['required']!r:.80}"
         if not _is_type(at.get("type", "object")):
             return f"'type' must be a text or a list of texts, got {at['type']!r:.80}"
-        if (circle := _circle(at, schema, ended)) is not None:
+        if "$ref" in at and (circle := _circle(at, schema, ended)) is not None:
             return f"'$ref' {circle!r:.80} leads back to itself, so no value is valid"
         if (excluded := _excluded(at)) is not None:
             return excluded
@@ -84,7 +84,7 @@ def _excluded(at: Mapping[str, Any]) -> str | None:
     """llguidance 1.9 allows a whole number that is excluded where the other bound is less than one
     away."""
     for keyword, others in _EXCLUDED:
-        bound = _number(at.get(keyword))
+        bound = _number(at[keyword]) if keyword in at else None
         if bound is None or bound.denominator != 1:
             continue
         for other in others:

@@ -48,7 +48,7 @@ class Trial:
             os.kill(self.pid, signal.SIGKILL)
 
     def answer(self) -> Tried | None:
-        """Once, when it is there: giving back its memory takes the process another 10 ms."""
+        """Once, when it is there: the process gives back its memory before it ends."""
         if self.is_answered:
             return None
         received = Received()

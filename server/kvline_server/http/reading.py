@@ -50,8 +50,7 @@ def reading(request: ChatRequest, model: Answering, prompt: str) -> Reading | No
     if model.thinking is None and format is not HARMONY and not tools:
         return None
     begun = in_reasoning(model.thinking, prompt, request.continued())
-    by_grammar = constrained(request), only_calls(request)
-    reads = Reads(format, tools, model.thinking, begun, *by_grammar)
+    reads = Reads(format, tools, model.thinking, begun, constrained(request), only_calls(request))
     one_call = request.parallel_tool_calls is False
     return Reading(reads, model.ids, one_call, request.include_reasoning)
 
