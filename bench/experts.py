@@ -82,7 +82,7 @@ def run() -> None:
 def weights(experts: int, hidden: int, width: int) -> Layer:
     shapes = (experts * 2 * width, hidden), (experts * hidden, width)
     first, last = (torch.randn(each, device="cuda", dtype=torch.bfloat16) for each in shapes)
-    return first.div_(hidden**0.5), last.div_(width**0.5)
+    return Layer(first.div_(hidden**0.5), last.div_(width**0.5))
 
 
 @torch.inference_mode()
@@ -94,9 +94,10 @@ def measured(
     replay_time: ReplayTime,
 ) -> list[Timing]:
     """Of every choice that a start would try for so many rows, torch's first."""
-    x = torch.randn((len(logits), layers[0][0].shape[1]), device=logits.device).to(logits.dtype)
+    hidden = layers[0].gate_up.shape[1]
+    x = torch.randn((len(logits), hidden), device=logits.device).to(logits.dtype)
     met = len(set(logits.topk(routing.chosen).indices.flatten().tolist()))
-    read = met * sum(weight.nbytes for weight in layers[0]) // logits.shape[1]
+    read = met * layers[0].nbytes // logits.shape[1]
 
     def both(choice: int) -> float:
         pairs = routed(logits, routing, Given(len(x)), tile_rows(choice))

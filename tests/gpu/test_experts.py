@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from kvline_server.kernels import torch_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms, candidates
-from kvline_server.kernels.experts import Given, Routing
+from kvline_server.kernels.experts import ExpertWeight, Given, Layer, Routing
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.row_counts import tried
 from kvline_server.kernels.tuning import parse, texts
@@ -32,7 +32,7 @@ class Mixture:
     hidden: int
     width: int
 
-    def layer(self, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, seed: int = 0) -> Layer:
         torch.manual_seed(seed)
         shapes = (2 * self.width, self.hidden), (self.hidden, self.width)
         first, last = (
@@ -41,7 +41,7 @@ class Mixture:
             .div_(inputs**0.5)
             for rows, inputs in shapes
         )
-        return first, last
+        return Layer(first, last)
 
     @property
     def routing(self) -> Routing:
@@ -72,22 +72,25 @@ def activate(both: torch.Tensor, activation: str) -> torch.Tensor:
     return silu(gate) * up
 
 
-def oracle(
-    x: torch.Tensor, logits: torch.Tensor, layer: tuple[torch.Tensor, torch.Tensor], chosen: int
-) -> torch.Tensor:
+def oracle(x: torch.Tensor, logits: torch.Tensor, layer: Layer, chosen: int) -> torch.Tensor:
     """In float64, an expert at a time; of equal logits the first experts."""
     shares, ids = logits.double().softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     ids, shares = ids[:, :chosen], shares[:, :chosen]
     shares = shares / shares.sum(dim=-1, keepdim=True)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     experts = logits.shape[1]
-    first, last = (weight.view(experts, -1, weight.shape[1]) for weight in layer)
+    weights = (layer.gate_up, layer.down)
+    first, last = (dense(each).view(experts, -1, each.shape[1]) for each in weights)
     for expert in range(experts):
         row, turn = (ids == expert).nonzero(as_tuple=True)
         both = x[row].double() @ first[expert].double().t()
         made = activate(both, "silu") @ last[expert].double().t()
         out.index_add_(0, row, made * shares[row, turn].unsqueeze(1))
     return out
+
+
+def dense(weight: ExpertWeight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantised()
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -136,7 +139,7 @@ def test_plain_torch_agrees_where_no_logits_are_equal() -> None:
     x, _ = mixture.inputs(300)
     logits = torch.randn((300, 128), device="cuda").argsort(dim=1).div(32).to(torch.bfloat16)
     routes = torch_experts.route(logits, mixture.chosen, True)
-    want = torch_experts.run(x, routes, *layer, lambda both: activate(both, "silu"))
+    want = torch_experts.run(x, routes, layer, lambda both: activate(both, "silu"))
     for choice in (TORCH, *candidates(300 * 8, 128)):
         got = gemms().run(x, logits, layer, mixture.routing, Given(300), choice=choice)
         assert distance(got, want) < 2 * OFF, choice

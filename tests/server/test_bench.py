@@ -13,7 +13,7 @@ import torch
 from kvline_contract.launch import KVCacheDtype
 from kvline_server.kernels import cuda_experts
 from kvline_server.kernels.cuda_experts import TORCH, ExpertGemms, candidates
-from kvline_server.kernels.experts import Routing
+from kvline_server.kernels.experts import Layer, Routing
 from kvline_server.model.config import read_config
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
@@ -106,7 +106,7 @@ def test_every_choice_is_measured_whole_and_by_its_gemms(
     def halves(both: torch.Tensor, activation: str) -> torch.Tensor:
         return both.chunk(2, dim=1)[0]
 
-    layer = torch.zeros((128 * 2 * 16, 32)), torch.zeros((128 * 32, 16))
+    layer = Layer(torch.zeros((128 * 2 * 16, 32)), torch.zeros((128 * 32, 16)))
     gemms, routing = ExpertGemms({}, halves), Routing(8, True, "silu")
     met = {}
     for kind, made in experts.ROUTINGS.items():

@@ -11,7 +11,7 @@ from interpreted import SHARED, compiled, run
 
 from kvline_server.kernels import cuda_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms, candidates, most_tiles
-from kvline_server.kernels.experts import Given, Routing
+from kvline_server.kernels.experts import Given, Layer, Routing
 from kvline_server.kernels.tuning import Choices, parse, texts
 
 QWEN = 128, 8  # experts, chosen
@@ -24,7 +24,7 @@ from interpreted import launcher
 from torch.nn.functional import silu
 from kvline_server.kernels import cuda_experts, torch_experts, triton_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms
-from kvline_server.kernels.experts import Given, Routing
+from kvline_server.kernels.experts import Given, Layer, Routing
 from kvline_server.kernels.routing import Played
 
 cuda_experts.launch = launcher(triton_experts)
@@ -51,17 +51,18 @@ def check(experts, chosen, rows, hidden, width, real=None, renormalise=True, pla
     x[real:] = float("nan")
     gate_up = torch.randn(experts * 2 * width, hidden) / hidden**0.5
     down = torch.randn(experts * hidden, width) / width**0.5
+    layer = Layer(gate_up, down)
     # None so near to another that rounding chooses between them; each row has other weights.
     logits = (torch.rand(rows, experts) + 0.1).cumsum(dim=1) / 2 - 1
     logits = logits.gather(1, torch.rand(rows, experts).argsort(dim=1))
     asked = torch_experts.played(logits[:real], chosen, Played(played))
     routes = torch_experts.route(asked, chosen, renormalise)
-    want = torch_experts.run(x[:real], routes, gate_up, down, lambda both: activate(both, "silu"))
+    want = torch_experts.run(x[:real], routes, layer, lambda both: activate(both, "silu"))
     how = Routing(chosen, renormalise, "silu")
     on_device = torch.tensor([real, played], dtype=torch.int32)
     ways = Given(real, Played(played)), Given(rows, on_device=on_device)
     for choice, way in next(PAIRS) if real == rows or rows > 9 else EVERY:
-        got = gemms.run(x, logits, (gate_up, down), how, ways[way], choice=choice)
+        got = gemms.run(x, logits, layer, how, ways[way], choice=choice)
         torch.testing.assert_close(got[:real], want, rtol=1e-4, atol=1e-4)
         assert (got[real:] == 0).all(), "padding"
 
@@ -100,7 +101,7 @@ assert sorted_ids[pairs.places.long()].view(4, 3)[[0, 3]].tolist() == [[0, 1, 2]
 assert pairs.weights.view(4, 3)[[0, 3]].allclose(torch.tensor(1 / 3))
 x, gate_up, down = torch.randn(4, 32), torch.randn(9 * 32, 32), torch.randn(9 * 32, 16)
 for choice in (TORCH, 0):
-    got = gemms.run(x, logits, (gate_up, down), how, given, choice=choice)
+    got = gemms.run(x, logits, Layer(gate_up, down), how, given, choice=choice)
     assert got[[0, 3]].isfinite().all() and got[[1, 2]].isnan().all()
 
 # An expert behind 2^31 weights; the memory of those before it is never touched. In half precision
@@ -116,7 +117,7 @@ logits[0, last] = 99
 want = activate(x.float() @ layer[0].float().t(), "silu") @ layer[1].float().t()
 for choice in (0, len(TILES) - 1):
     how = Routing(1, True, "silu")
-    got = gemms.run(x, logits, (gate_up, down), how, Given(1), choice=choice)
+    got = gemms.run(x, logits, Layer(gate_up, down), how, Given(1), choice=choice)
     assert (got - want).norm() < 1e-3 * want.norm()
 """
 
@@ -174,10 +175,10 @@ def test_a_step_takes_the_same_memory_whatever_the_routing_is(
     assert programs[0] == 8192 and len(programs) == 5
 
 
-def layer_of(experts: int, hidden: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def layer_of(experts: int, hidden: int, width: int) -> Layer:
     shapes = (experts * 2 * width, hidden), (experts * hidden, width)
     first, last = (torch.empty(shape, device="meta") for shape in shapes)
-    return first, last
+    return Layer(first, last)
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ class ExpertGemms:
     def _by_torch(
         self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str
     ) -> torch.Tensor:
-        experts = _experts(layer)
-        first, last = (w.view(experts, -1, w.shape[1]).transpose(1, 2) for w in layer)
+        experts, weights = layer.experts, _dense(layer)
+        first, last = (w.view(experts, -1, w.shape[1]).transpose(1, 2) for w in weights)
         ends = pairs.counts[:experts].cumsum(0, dtype=torch.int32)
         # Nothing has a name that would keep its memory for longer than it is used.
         return grouped_mm(
@@ -144,9 +144,9 @@ class ExpertGemms:
         tried = [
             (abs(math.log2(count / rows)), choice)
             for (count, *shape), choice in self.choices.items()
-            if shape == list(layer[0].shape)
+            if shape == list(layer.gate_up.shape)
         ]
-        return min(tried)[1] if tried else candidates(rows * chosen, _experts(layer))[-1]
+        return min(tried)[1] if tried else candidates(rows * chosen, layer.experts)[-1]
 
     @torch.inference_mode()
     def tune(
@@ -158,7 +158,7 @@ class ExpertGemms:
         replay_time: ReplayTime,
     ) -> None:
         """Experts.tune; `replay_time` is that of formats.py. Raises torch.OutOfMemoryError."""
-        outputs, inputs = layers[0][0].shape
+        outputs, inputs = layers[0].gate_up.shape
         if known is None:
             known = {
                 (count, outputs, inputs): self._fastest(
@@ -173,8 +173,7 @@ class ExpertGemms:
     def _fastest(
         self, layers: list[Layer], routing: Routing, rows: int, replay_time: ReplayTime
     ) -> int:
-        like, experts = layers[0][0], _experts(layers[0])
-        logits = like.new_empty((rows, experts)).normal_()
+        logits = _drawn(layers[0], rows, layers[0].experts)
         times = self.times(layers, routing, logits, replay_time)
         return min(times, key=lambda choice: times[choice])
 
@@ -187,7 +186,7 @@ class ExpertGemms:
     ) -> dict[int, float]:
         """Microseconds of a layer's experts for such logits, by each choice that fits the rows."""
         rows, experts = logits.shape
-        x = logits.new_empty((rows, layers[0][0].shape[1])).normal_()
+        x = _drawn(layers[0], rows, layers[0].gate_up.shape[1])
         times: dict[int, float] = {}
         for choice in (TORCH, *candidates(rows * routing.chosen, experts)):
 
@@ -197,6 +196,20 @@ class ExpertGemms:
 
             times[choice] = replay_time(work, len(layers), min(times.values(), default=math.inf))
         return times
+
+
+def _dense(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down of unquantised experts without biases, which these kernels are for."""
+    assert isinstance(layer.gate_up, torch.Tensor) and isinstance(layer.down, torch.Tensor)
+    return layer.gate_up, layer.down
+
+
+def _drawn(layer: Layer, rows: int, columns: int) -> torch.Tensor:
+    """Hidden states, or logits, for a trial."""
+    weight = layer.gate_up
+    like = weight if isinstance(weight, torch.Tensor) else weight.values
+    dtype = like.dtype if like.dtype.is_floating_point else torch.bfloat16
+    return torch.empty((rows, columns), dtype=dtype, device=like.device).normal_()
 
 
 def candidates(pairs: int, experts: int) -> list[int]:
@@ -244,7 +257,7 @@ def tile_rows(choice: int) -> int | None:
 
 
 def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile) -> torch.Tensor:
-    (gate_up, down), bound = layer, pairs.tiles.shape[1]
+    (gate_up, down), bound = _dense(layer), pairs.tiles.shape[1]
     hidden, width = x.shape[1], down.shape[1]
     gated, made = x.new_empty((len(pairs), width)), x.new_empty((len(pairs), hidden))
     of_tiles = (pairs.tiles, bound)
@@ -255,10 +268,6 @@ def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile) -> torch.
     sizes = (made, hidden, width)
     launch(_variant(x.dtype, tile, False), programs, gated, pairs.order, down, *of_tiles, *sizes)
     return made
-
-
-def _experts(layer: Layer) -> int:
-    return len(layer[1]) // layer[0].shape[1]
 
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:

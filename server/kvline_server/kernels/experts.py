@@ -7,10 +7,30 @@ from dataclasses import dataclass
 
 import torch
 
+from kvline_server.kernels.mxfp4 import Mxfp4Weight
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 
-Layer = tuple[torch.Tensor, torch.Tensor]  # gate_up and down, as Experts.run has them
+ExpertWeight = torch.Tensor | Mxfp4Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The experts of a layer, one after the other in each weight; a rank's columns of all."""
+
+    gate_up: ExpertWeight  # [experts * 2 * width, hidden], an expert's gate before its up
+    down: ExpertWeight  # [experts * hidden, width]
+    gate_up_bias: torch.Tensor | None = None  # [experts, 2 * width]
+    down_bias: torch.Tensor | None = None  # [experts, hidden]; rank 0 alone has it
+
+    @property
+    def experts(self) -> int:
+        return len(self.down) // self.gate_up.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +39,9 @@ class Routing:
 
     chosen: int  # of a row
     renormalise: bool  # the weights of the chosen ones add up to 1
-    activation: str
+    activation: (
+        str  # of the gate: silu, gelu_tanh, or swiglu_oai, which clamps both and adds 1 to up
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +62,7 @@ class Experts(ABC):
     ) -> torch.Tensor:
         """The sum of each row's experts, an MLP each, by the weights that the router's logits give
         them; of a rank's columns, for Gemms.join. Padding has no expert.
-        x [rows, hidden], logits [rows, experts], gate_up [experts * 2 * width, hidden], down
-        [experts * hidden, width] -> [rows, hidden]"""
+        x [rows, hidden], logits [rows, experts] -> [rows, hidden]"""
 
     @abstractmethod
     def tune(

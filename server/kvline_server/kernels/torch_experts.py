@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear, pad
 
-from kvline_server.kernels.experts import Experts, Given, Layer, Routing
+from kvline_server.kernels.experts import Experts, ExpertWeight, Given, Layer, Routing
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
@@ -30,7 +30,7 @@ class TorchExperts(Experts):
         made = run(
             x[:rows],
             route(logits, routing.chosen, routing.renormalise),
-            *layer,
+            layer,
             lambda both: self.rows.activate_and_mul(both, routing.activation),
         )
         return made if rows == len(x) else pad(made, (0, 0, 0, len(x) - rows))
@@ -68,21 +68,28 @@ def played(logits: torch.Tensor, chosen: int, how: Played) -> torch.Tensor:
 def run(
     x: torch.Tensor,
     routes: Routes,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    layer: Layer,
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """As Experts.run, of all rows. One expert after the other, in their order on every rank."""
     hidden, out = x.shape[1], torch.zeros_like(x)
     pairs = routes.ids.flatten()
     order = pairs.argsort(stable=True)
-    counts = pairs.bincount(minlength=len(down) // hidden).tolist()
+    counts = pairs.bincount(minlength=layer.experts).tolist()
     weights = routes.weights.flatten().to(x.dtype).unsqueeze(1)
-    first, last = gate_up.view(len(counts), -1, hidden), down.view(len(counts), hidden, -1)
+    width = len(layer.gate_up) // layer.experts
     for expert, some in enumerate(torch.split(order, counts)):
+        first = _of(layer.gate_up, expert, width, x.dtype)
+        last = _of(layer.down, expert, hidden, x.dtype)
         for at in range(0, len(some), ROWS):
             pair = some[at : at + ROWS]
             row = pair // routes.ids.shape[1]
-            made = linear(activate(linear(x[row], first[expert])), last[expert])
+            made = linear(activate(linear(x[row], first)), last)
             out.index_add_(0, row, made * weights[pair])
     return out
+
+
+def _of(weight: ExpertWeight, expert: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """An expert's, which has so many rows."""
+    own = weight[expert * rows : (expert + 1) * rows]
+    return own if isinstance(own, torch.Tensor) else own.dequantised(dtype)

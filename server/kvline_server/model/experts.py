@@ -47,7 +47,7 @@ class Experts:
 
     @property
     def layer(self) -> Layer:
-        return self.gate_up, self.down
+        return Layer(self.gate_up, self.down)
 
     @property
     def projections(self) -> tuple[Projection, ...]:

@@ -1,0 +1,45 @@
+"""Weights that stay in MXFP4: numbers of 4 bits (E2M1), and a power of two for each 32 of a row
+(E8M0). Source: OCP Microscaling Formats (MX) Specification 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 32  # numbers of a row with a common scale
+# E2M1's numbers without a sign, which is the fourth bit.
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BIAS = 127  # of a scale's exponent
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight:
+    """[out, in], of which number times scale is the weight."""
+
+    values: torch.Tensor  # uint8 [out, in / 2], two numbers each, the first in the low four bits
+    scales: torch.Tensor  # uint8 [out, in / 32]: 2 to the power of it less BIAS
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, bytes = self.values.shape
+        return torch.Size((rows, 2 * bytes))
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> Mxfp4Weight:
+        return Mxfp4Weight(self.values[rows], self.scales[rows])
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[out, in]; exact in bfloat16 too, but for what its exponents do not reach."""
+        table = torch.tensor((*NUMBERS, *(-n for n in NUMBERS)), device=self.values.device)
+        ids = torch.stack((self.values & 15, self.values >> 4), dim=-1).int()
+        numbers = table[ids].view(len(self), -1, BLOCK)
+        scales = torch.exp2(self.scales.float() - BIAS)
+        return (numbers * scales.unsqueeze(-1)).view(self.shape).to(dtype)
