@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvline_server.kernels.mxfp4 import Mxfp4Weight
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 
-ExpertWeight = torch.Tensor | Mxfp4Weight
+ExpertWeight = torch.Tensor | Mxfp4Weight | PackedMxfp4
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,3 +43,19 @@ class Mxfp4Weight:
         numbers = table[ids].view(len(self), -1, BLOCK)
         scales = torch.exp2(self.scales.float() - BIAS)
         return (numbers * scales.unsqueeze(-1)).view(self.shape).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMxfp4:
+    """[out, in], as our kernel reads it (cuda_mxfp4.packed)."""
+
+    values: torch.Tensor  # int16 [out / 32, units, 32 rows, 32]
+    scales: torch.Tensor  # int32 [out / 32, units, 32 rows], four exponents each
+    shape: torch.Size
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from kvline_server.kernels.experts import Experts, ExpertWeight, Given, Layer, Routing
+from kvline_server.kernels.mxfp4 import PackedMxfp4
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
@@ -91,5 +92,6 @@ def run(
 
 def _of(weight: ExpertWeight, expert: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
     """An expert's, which has so many rows."""
+    assert not isinstance(weight, PackedMxfp4)  # which is a GPU's
     own = weight[expert * rows : (expert + 1) * rows]
     return own if isinstance(own, torch.Tensor) else own.dequantised(dtype)
