@@ -54,7 +54,9 @@ class Weights:
 
     def parts(self) -> tuple[OwnedPart, ...]:
         mlps = [layer.mlp for layer in self.layers]
-        size, scales = self.embedding.itemsize, self.counts[torch.float32] * 4
+        size = self.embedding.itemsize
+        sinks = sum(each.numel() for a in self.layers if (each := a.attention.sinks) is not None)
+        scales = (self.counts[torch.float32] - sinks) * 4
         experts = sum(mlp.elements for mlp in mlps if isinstance(mlp, Experts)) * size
         others = self.nbytes(self.embedding.dtype) - experts - scales
         sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts}
