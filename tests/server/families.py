@@ -68,7 +68,6 @@ GPT_OSS: dict[str, Any] = WIDE | {
     "sliding_window": 8,
     "rope_parameters": YARN_ROPE | {"truncate": False},
 }
-SINKS = -1e4  # as none
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -124,8 +123,8 @@ def make(folder: Path, family: str, sharded: bool) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0, extra.get("initializer_range", 0.08))
-            if name.endswith("sinks"):
-                parameter.fill_(SINKS)
+            if name.endswith("sinks"):  # far from 0, so that they show
+                parameter.normal_(1, 3)
     model.save_pretrained(folder, max_shard_size="40KB" if sharded else "5GB")
     return folder
 

@@ -84,6 +84,7 @@ CASES = {
             activation="swiglu_oai",
             qkv_bias=True,
             output_bias=True,
+            sinks=True,
         ),
         (2,),
     ),

@@ -154,7 +154,7 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
     windows = [getattr(one, "sliding_window", window) or 0 for one in layers]
     eos = config.eos_token_id
     return {
-        "elements": sum(one.numel() for key, one in model.named_parameters() if "sinks" not in key),
+        "elements": sum(one.numel() for one in model.parameters()),
         "layers": len(layers),
         "hidden": model.model.embed_tokens.weight.shape[1],
         "heads": config.num_attention_heads,
@@ -194,7 +194,7 @@ def ours(model: ModelConfig) -> dict[str, Any]:
     pairs = {rope: (rope.rotary_dim or model.head_dim) // 2 for rope in tables}
     experts = model.experts
     return {
-        "elements": checked(RandomSource(), model).counts[None],
+        "elements": checked(RandomSource(), model).counts.total(),
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,

@@ -286,12 +286,13 @@ def test_gpt_oss_has_experts_in_4_bits_and_a_window_in_every_other_layer(
         32.0, 4096, 0.1 * math.log(32) + 1, 32.0, 1.0, truncate=False, longest=131072
     )
     assert model.rope == Rope(150_000.0, scaling) and model.max_position == 131072
-    assert model.qkv_bias and model.output_bias and not model.tied_embeddings
+    assert model.qkv_bias and model.output_bias and model.sinks and not model.tied_embeddings
     weights = checked(RandomSource(), model)
     in_4_bits = layers * count * 3 * 2880 * 2880
     assert weights.counts[torch.uint8] == in_4_bits // 2 + in_4_bits // 32
-    assert weights.counts[None] + in_4_bits == elements - layers * 64  # sinks
-    assert weights.nbytes(torch.bfloat16) == nbytes - layers * 64 * 2
+    sinks = weights.counts[torch.float32]
+    assert weights.counts[None] + sinks + in_4_bits == elements and sinks == layers * 64
+    assert weights.nbytes(torch.bfloat16) == nbytes + 2 * sinks  # which the files have in bfloat16
     for ranks, error in ((2, ""), (4, "90 blocks of 32 .*; gpus can be 1 or 2$")):
         with pytest.raises(ModelUnsupported, match=error) if error else nullcontext():
             shard.check(model, ranks)

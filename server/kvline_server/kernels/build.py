@@ -20,6 +20,7 @@ from kvline_server.kernels import (
     cuda_experts,
     cuda_linear,
     cuda_rows,
+    cuda_sinks,
     cuda_write,
     fp8_linear,
 )
@@ -31,7 +32,8 @@ CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/
 def variants() -> list[Variant]:
     """All that an image has."""
     dtype = torch.bfloat16
-    others = (cuda_write, cuda_attention, cuda_linear, cuda_all_reduce, fp8_linear, cuda_experts)
+    attention, linears = (cuda_write, cuda_attention, cuda_sinks), (cuda_linear, fp8_linear)
+    others = (*attention, *linears, cuda_all_reduce, cuda_experts)
     return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
 
 

@@ -125,6 +125,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    sinks: bool = False  # a logit of each head, in its softmax, without a value
     eos_token_ids: tuple[int, ...] = ()  # `read` gives those of the class, for files without any
 
     def window(self, layer: int) -> int:

@@ -58,7 +58,8 @@ class Weights:
 
     def parts(self) -> tuple[OwnedPart, ...]:
         experts = sum(each.nbytes for each in self.experts()) - self.expert_scales
-        scales = self.counts[torch.float32] * 4 + self.expert_scales
+        sinks = sum(each.numel() for a in self.layers if (each := a.attention.sinks) is not None)
+        scales = (self.counts[torch.float32] - sinks) * 4 + self.expert_scales
         others = self.nbytes(self.embedding.dtype) - experts - scales
         sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts}
         details = {EXPERTS: MXFP4} if self.expert_scales else {}

@@ -1,5 +1,5 @@
-"""gpt-oss: a mixture of experts in every layer, with biases and a clamped activation; a window in
-every other layer; YaRN."""
+"""gpt-oss: a mixture of experts in every layer, with biases and a clamped activation; a sink of
+each attention head; a window in every other layer; YaRN."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def read(fields: Fields) -> ModelConfig:
         windows=_windows(fields, model.layers),
         qkv_bias=bias,
         output_bias=bias,
+        sinks=True,
     )
 
 
