@@ -41,4 +41,6 @@ def experts_ms(shape: ModelConfig, many: Experts, at_once: int) -> float:
     nothing else; random routers send a token to each expert alike."""
     met = many.count * (1 - (1 - many.chosen / many.count) ** at_once)
     elements = shape.layers * met * 3 * shape.hidden * shape.intermediate / peers.GPUS
-    return 1e3 * elements * torch.bfloat16.itemsize / BANDWIDTH
+    # In 4 bits with a byte for each 32.
+    size = 17 / 32 if many.mxfp4 else torch.bfloat16.itemsize
+    return 1e3 * elements * size / BANDWIDTH

@@ -48,10 +48,11 @@ class SameOnBoth(RandomSource):
     """Drawn on the CPU in float32, whatever they are copied to; what one side keeps in fp8 is what
     that stands for on the other."""
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+    def copy(self, name: str, into: torch.Tensor, *where: Any) -> None:
         fp8 = self.fp8(name) is not None and name.endswith("_proj.weight")
-        drawn = torch.empty(into.shape, dtype=FP8 if fp8 else torch.float32)
-        super().copy(name, drawn, row, column)
+        kind = into.dtype if into.dtype == torch.uint8 else torch.float32  # MXFP4, or plain
+        drawn = torch.empty(into.shape, dtype=FP8 if fp8 else kind)
+        super().copy(name, drawn, *where)
         into.copy_(drawn.float() * SCALE if fp8 and into.dtype != FP8 else drawn)
 
 

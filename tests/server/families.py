@@ -55,6 +55,19 @@ def longrope(dim: int, trained: int) -> dict[str, Any]:
 WIDE = {"initializer_range": 0.3}
 PHI3: dict[str, Any] = WIDE | {"head_dim": 16, "hidden_size": 96}
 MOE: dict[str, Any] = WIDE | {"num_experts": 11, "num_experts_per_tok": 3}
+# Of sizes that MXFP4's blocks divide, on two ranks too. Prompts are under, at and over the window.
+GPT_OSS: dict[str, Any] = WIDE | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": YARN_ROPE | {"truncate": False},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -95,19 +108,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", MOE | {"moe_intermediate_size": 24, "norm_topk_prob": True}),
     "qwen3-moe-plain": ("Qwen3Moe", MOE | {"moe_intermediate_size": 24, "norm_topk_prob": False}),
     "mixtral": ("Mixtral", MOE | {"num_local_experts": 6, "sliding_window": None}),
+    "gpt-oss": ("GptOss", GPT_OSS),
 }
 
 
 def make(folder: Path, family: str, sharded: bool) -> Path:
     import transformers
 
-    name, extra = FAMILIES[family]
+    architecture, extra = FAMILIES[family]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{name}Config")(**(SMALL | extra))
-    kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+    config = getattr(transformers, f"{architecture}Config")(**(SMALL | extra))
+    kind = getattr(transformers, f"{architecture.removesuffix('Text')}ForCausalLM")
     model = kind(config).to(torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.normal_(0, extra.get("initializer_range", 0.08))
+            if name.endswith("sinks"):  # far from 0, so that they show
+                parameter.normal_(1, 3)
     model.save_pretrained(folder, max_shard_size="40KB" if sharded else "5GB")
     return folder
+
+
+def reference(folder: Path) -> torch.nn.Module:
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model, torch.nn.Module)
+    return model

@@ -56,6 +56,7 @@ LLAMA = ModelConfig(
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = Norms("input", "post_attention", "before_mlp", "after_mlp", offset=1.0)
 FUSED: dict[str, Any] = {"qkv": ("qkv_proj",), "gate_up": ("gate_up_proj",)}
+STACKED = Experts(5, 2, True, "mlp.", router="router", bias=True, stacked=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,24 @@ CASES = {
     "biases": Case(replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True), (4,)),
     "olmo2": Case(replace(LLAMA, norms=AFTER, qk_norm="projection"), (2, 4)),
     "experts": Case(replace(LLAMA, kv_heads=6, experts=Experts(5, 2, True, "mlp.")), (2, 3)),
+    "gpt-oss": Case(
+        replace(
+            LLAMA,
+            hidden=64,
+            intermediate=128,
+            kv_heads=6,
+            windows=(21, 0),
+            experts=replace(STACKED, mxfp4=True),
+            activation="swiglu_oai",
+            qkv_bias=True,
+            output_bias=True,
+            sinks=True,
+        ),
+        (2,),
+    ),
+    "stacked": Case(
+        replace(LLAMA, layers=1, experts=STACKED, activation="swiglu_oai", intermediate=24), (4,)
+    ),
     "phi3": Case(replace(LLAMA, kv_heads=3, rope=Rope(1e4, rotary_dim=6), **FUSED), (3,)),
     "fp8 cache": Case(replace(LLAMA, kv_heads=6), (2, 3), torch.float8_e4m3fn),
     "gemma3": Case(
@@ -111,8 +130,11 @@ class Wide(RandomSource):
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         super().check(name + ":", shape)
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
-        super().copy(name + ":", into, row, column)
+    def copy(self, name: str, into: torch.Tensor, *where: Any) -> None:
+        super().copy(name + ":", into, *where)
+        if into.dtype == torch.uint8:  # MXFP4: exponents are four more, values have none
+            into.add_(4 if name.endswith("_scales") else 0)
+            return
         into.mul_(10.0)
         if name.endswith("norm.weight"):
             into.add_(1.0)

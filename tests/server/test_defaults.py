@@ -72,6 +72,12 @@ QWEN_MOE = (
         "mlp_only_layers": [],
     }
 )
+GPT_OSS = (
+    DENSE
+    | EXPERTS
+    | {"attention_bias": False, "sliding_window": 50, "num_local_experts": 12}
+    | {"layer_types": KINDS, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE | BIAS | {"mlp_bias": True}),
     "llama3": ("Llama", DENSE | {"rope_scaling": {"type": "llama3", **LLAMA3, **LENGTH}}),
@@ -106,6 +112,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads": 32, "partial_rotary_factor": 0.5}
         | {"rope_scaling": {"type": "longrope", **LONG}},
     ),
+    "gpt-oss": ("GptOss", GPT_OSS | {"rope_scaling": {"rope_type": "yarn", **YARN, **LENGTH}}),
+    "gpt-oss-plain": ("GptOss", GPT_OSS | {"rope_parameters": {"rope_type": "default"}}),
     "olmo2": ("Olmo2", DENSE | BIAS),
     "gemma3": (
         "Gemma3Text",
@@ -157,7 +165,7 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
         "windows": windows,
         "tied": config.tie_word_embeddings,
         "chosen": getattr(config, "num_experts_per_tok", None),
-        "renormalised": getattr(config, "norm_topk_prob", name == "Mixtral"),
+        "renormalised": getattr(config, "norm_topk_prob", name in ("Mixtral", "GptOss")),
         "eos": () if eos is None else (eos,),
         "cosines": [one[0] for one in tables],
         "sines": [one[1] for one in tables],
@@ -170,9 +178,10 @@ def rotary(module: Any, config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     nested = isinstance(getattr(module, "rope_type", ""), dict)
     made = {}
+    halves = 1 if config.model_type == "gpt_oss" else 2  # equal ones, of each row
     for kind in set(kinds):
         both = module(torch.zeros(1), positions, *([kind] if nested else []))
-        made[kind] = tuple(one[0, :, : one.shape[-1] // 2] for one in both)
+        made[kind] = tuple(one[0, :, : one.shape[-1] // halves] for one in both)
     return [made[kind] for kind in kinds]
 
 
@@ -185,7 +194,7 @@ def ours(model: ModelConfig) -> dict[str, Any]:
     pairs = {rope: (rope.rotary_dim or model.head_dim) // 2 for rope in tables}
     experts = model.experts
     return {
-        "elements": checked(RandomSource(), model).counts[None],
+        "elements": checked(RandomSource(), model).counts.total(),
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.kernels import cuda_experts, cuda_write
 from kvline_server.memory.groups import order
-from kvline_server.model.config import Experts, LongScaling, ModelConfig, Rope, read_config
+from kvline_server.model import shard
+from kvline_server.model.config import (
+    Experts,
+    LongScaling,
+    ModelConfig,
+    Rope,
+    YarnScaling,
+    read_config,
+)
 from kvline_server.model.loader import RandomSource, checked
 from kvline_server.model.rope import cos_sin
 
@@ -139,6 +149,56 @@ MIXTRAL: dict[str, Any] = {
     "vocab_size": 32000,
 }
 
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+GPT_OSS_120B = GPT_OSS_20B | {
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
+
 
 def windows(model: ModelConfig) -> tuple[int, ...]:
     """Of the groups of its layers."""
@@ -204,6 +264,38 @@ def test_mixtral_has_eight_experts_and_chooses_two(tmp_path: Path) -> None:
     names = ("w1", "w3", "w2")
     assert model.experts == Experts(8, 2, True, "block_sparse_moe.", names)
     assert checked(RandomSource(), model).counts[None] == 46_702_792_704
+
+
+@pytest.mark.parametrize(
+    ("raw", "elements", "nbytes"),
+    [
+        (GPT_OSS_20B, 20_914_757_184, 13_761_264_768),
+        (GPT_OSS_120B, 116_829_156_672, 65_248_815_744),
+    ],
+)
+def test_gpt_oss_has_experts_in_4_bits_and_a_window_in_every_other_layer(
+    raw: dict[str, Any], elements: int, nbytes: int, tmp_path: Path
+) -> None:
+    model = read(tmp_path, raw)
+    layers, count = raw["num_hidden_layers"], raw["num_local_experts"]
+    assert model.experts == Experts(
+        count, 4, True, "mlp.", router="router", bias=True, stacked=True, mxfp4=True
+    )
+    assert model.windows == (128, 0) * (layers // 2) and model.activation == "swiglu_oai"
+    scaling = YarnScaling(
+        32.0, 4096, 0.1 * math.log(32) + 1, 32.0, 1.0, truncate=False, longest=131072
+    )
+    assert model.rope == Rope(150_000.0, scaling) and model.max_position == 131072
+    assert model.qkv_bias and model.output_bias and model.sinks and not model.tied_embeddings
+    weights = checked(RandomSource(), model)
+    in_4_bits = layers * count * 3 * 2880 * 2880
+    assert weights.counts[torch.uint8] == in_4_bits // 2 + in_4_bits // 32
+    sinks = weights.counts[torch.float32]
+    assert weights.counts[None] + sinks + in_4_bits == elements and sinks == layers * 64
+    assert weights.nbytes(torch.bfloat16) == nbytes + 2 * sinks  # which the files have in bfloat16
+    for ranks, error in ((2, ""), (4, "90 blocks of 32 .*; gpus can be 1 or 2$")):
+        with pytest.raises(ModelUnsupported, match=error) if error else nullcontext():
+            shard.check(model, ranks)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +373,15 @@ def test_which_families_the_prebuilt_kernels_run(
         (QWEN3_30B, {"shared_expert_intermediate_size": 8}, ModelUnsupported, "shared_expert"),
         (QWEN3_30B, {"num_local_experts": 64}, ModelUnsupported, "num_local_experts 64"),
         (OLMO2, {"sliding_window": 4095}, ModelUnsupported, "sliding_window"),
+        (GPT_OSS_20B, {"swiglu_limit": 6.0}, ModelUnsupported, "swiglu_limit 6.0 .*, 7.0 is"),
+        (GPT_OSS_20B, {"swiglu_alpha": 1.0}, ModelUnsupported, "swiglu_alpha 1.0 .*, 1.702 is"),
+        (GPT_OSS_20B, {"experts_per_token": 2}, ModelUnsupported, "experts_per_token 2 .*, 4 is"),
+        (GPT_OSS_20B, {"num_experts": 64}, ModelUnsupported, "num_experts 64 .*, 32 is"),
+        (GPT_OSS_20B, {"initial_context_length": 8192}, ModelUnsupported, "initial_context_length"),
+        (GPT_OSS_20B, {"hidden_act": "gelu"}, ModelUnsupported, "hidden_act"),
+        (GPT_OSS_20B, {"sliding_window": None}, ModelInvalid, "sliding_window: expected a pos"),
+        (GPT_OSS_20B, {"layer_types": ["full_attention"]}, ModelInvalid, "layer_types.*24 layers"),
+        (GPT_OSS_20B, {"num_experts_per_tok": 33}, ModelInvalid, "at most num_local_experts, 32"),
     ],
 )
 @pytest.mark.fault("F56", shows="so is each option of a family that is not implemented")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engines import engine, finish, greedy
-from families import FAMILIES
+from families import FAMILIES, reference
 from near import TOLERANCE, same_ranking
 from safetensors.torch import load_file, save_file
 
@@ -25,14 +24,6 @@ SERVED = {name: 512 for name in FAMILIES if name not in ("wide", "shared")} | {
     "phi3-short": 256,
     "yarn": 256,
 }
-
-
-def reference(folder: Path) -> torch.nn.Module:
-    import transformers
-
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert isinstance(model, torch.nn.Module)
-    return model
 
 
 def submit_all(made: Engine, tokens: int, **more: object) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ class Recorded:
         self.copied: Counter[str] = Counter()
         self.check, self.fp8 = source.check, source.fp8
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+    def copy(self, name: str, into: torch.Tensor, *where: Any) -> None:
         self.copied[name] += into.numel()
-        self.source.copy(name, into, row, column)
+        self.source.copy(name, into, *where)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +123,14 @@ def rank_of(folder: Path, config: ModelConfig, own: Shard) -> Weights:
     """Loaded from a folder, and nothing but what is counted before."""
     source, heard = Recorded(SafetensorsSource(folder)), []
     made = load_weights(source, config, Plain(), lambda *at: heard.append(at), own)
-    elements = loader.checked(RandomSource(), config, own).counts[None]
-    assert source.copied.total() == elements == made.counts[None]
+    elements = loader.checked(RandomSource(), config, own).counts.total()
+    assert source.copied.total() == elements == made.counts.total()
     assert heard[-1] == (4 * elements, 4 * elements)
     return made
 
 
 # phi4-mini is fused in its files, and rotates a part of each head.
-FAMILIES = ("llama", "llama-tied", "qwen2", "olmo2", "gemma3", "phi4-mini")
+FAMILIES = ("llama", "llama-tied", "qwen2", "olmo2", "gemma3", "phi4-mini", "gpt-oss")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -193,9 +194,19 @@ def experts_of(layer: Layer) -> Experts:
 def same_experts(mine: Experts, whole: Experts, count: int, gate: list[int], width: range) -> None:
     """Of each expert the rank's part; the router whole."""
     assert torch.equal(plain(mine.router), plain(whole.router))
-    one, other = (made.gate_up.view(count, -1, made.gate_up.shape[1]) for made in (mine, whole))
+    first, last = zip(*(weights_of(made) for made in (mine, whole)), strict=True)
+    one, other = (made.view(count, -1, made.shape[1]) for made in first)
     assert torch.equal(one, other[:, gate])
-    assert torch.equal(mine.down, whole.down[:, width])
+    assert torch.equal(last[0], last[1][:, width])
+
+
+def weights_of(made: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all experts of a layer, gate and up, and down."""
+    first, last = (
+        each if isinstance(each, torch.Tensor) else each.dequantised()
+        for each in (made.layer.gate_up, made.layer.down)
+    )
+    return first, last
 
 
 @pytest.mark.parametrize("experts", [None, Many(6, 2, True, "mlp.")], ids=["dense", "experts"])
@@ -209,7 +220,7 @@ def test_random_weights_of_ranks_are_slices_of_one_model(
     config = replace(config, experts=experts)
     whole = load_weights(RandomSource(), config, Plain())
     last = [
-        layer.mlp.down if isinstance(layer.mlp, Experts) else plain(layer.mlp.down)
+        weights_of(layer.mlp)[1] if isinstance(layer.mlp, Experts) else plain(layer.mlp.down)
         for layer in whole.layers
     ]
     assert 0.015 < float(last[0].std()) < 0.025

@@ -106,6 +106,8 @@ class Attention(ABC):
         plan: Any,
         out: torch.Tensor | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [rows, heads, dim] over the cache. `scale` is that of query times
-        key; None: 1 / sqrt(dim). -> [rows, heads * dim]"""
+        key; None: 1 / sqrt(dim). `sinks`, float32 [heads]: a logit more in each head's softmax,
+        which has no value. -> [rows, heads * dim]"""

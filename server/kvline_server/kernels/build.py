@@ -21,6 +21,7 @@ from kvline_server.kernels import (
     cuda_linear,
     cuda_mxfp4,
     cuda_rows,
+    cuda_sinks,
     cuda_write,
     fp8_linear,
 )
@@ -32,8 +33,8 @@ CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/
 def variants() -> list[Variant]:
     """All that an image has."""
     dtype = torch.bfloat16
-    experts = (cuda_experts, cuda_mxfp4)
-    others = (cuda_write, cuda_attention, cuda_linear, cuda_all_reduce, fp8_linear, *experts)
+    attention, linears = (cuda_write, cuda_attention, cuda_sinks), (cuda_linear, fp8_linear)
+    others = (*attention, *linears, cuda_all_reduce, cuda_experts, cuda_mxfp4)
     return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
 
 

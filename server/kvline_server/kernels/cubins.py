@@ -47,7 +47,7 @@ CHAINED = (
     *("one_row", "write", "write_fp8", "one_shot", "one_shot_ll"),
     *("quantise", "scaled", "add_parts", "one_row_fp8"),
     *("route", "sort", "grouped", "grouped_mxfp4", "add_chosen"),
-    *("attend_fp8", "merge_splits", "copy_pages"),
+    *("attend_fp8", "merge_splits", "apply_sinks", "copy_pages"),
 )
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 

@@ -48,7 +48,13 @@ class Fp8Decodes:
         return min(SPLITS, most, -(-PROGRAMS * self.processors // (rows * self.keys)))
 
     def run(
-        self, q: torch.Tensor, cache: KVLayer, table: PageTables, scale: float, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        table: PageTables,
+        scale: float,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """As PagedAttention.run, of sequences with one row each."""
         rows, splits = len(q), self.splits(len(q))
@@ -60,14 +66,18 @@ class Fp8Decodes:
         keys, values = (part.view(torch.int16) for part in (cache.keys, cache.values))
         arrays = (table.device_page_starts, table.pages, table.last_page)
         sizes = (self.queries, self.keys, self.window, splits)
-        variant = _variant(out.dtype, self.dim, splits > 1, self.window > 0)
+        kind = out.dtype, self.dim
+        variant = _variant(*kind, splits > 1, self.window > 0, splits == 1 and sinks is not None)
         programs = rows * self.keys * splits
         cached, made = (keys, values, keys.stride(0)), (parts, max_and_sum)
         log2_scale = scale * math.log2(math.e)
-        launch(variant, programs, q, q.stride(0), *cached, *arrays, log2_scale, *made, *sizes)
+        given = out if sinks is None else sinks  # of which kernels without sinks read nothing
+        launch(
+            variant, programs, q, q.stride(0), *cached, *arrays, log2_scale, *made, given, *sizes
+        )
         if splits > 1:
-            merge = _merge_variant(out.dtype, self.dim)
-            launch(merge, rows * self.queries, *made, out, self.queries, splits)
+            merge = _merge_variant(*kind, sinks is not None)
+            launch(merge, rows * self.queries, *made, out, given, self.queries, splits)
 
 
 def fits(queries: int, keys: int) -> bool:
@@ -92,27 +102,29 @@ def copy_pages(cache: KVLayer, pages: torch.Tensor, copy: torch.Tensor) -> None:
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
-    for dim, split, windowed in itertools.product(DIMS, (False, True), (False, True)):
-        yield _variant(dtype, dim, split, windowed)
-    for dim in DIMS:
-        yield _merge_variant(dtype, dim)
+    for dim, windowed, sunk in itertools.product(DIMS, (False, True), (False, True)):
+        yield _variant(dtype, dim, False, windowed, sunk)
+    for dim, some in itertools.product(DIMS, (False, True)):
+        yield _variant(dtype, dim, True, some, False)
+        yield _merge_variant(dtype, dim, some)
     yield _copy_variant(dtype)
 
 
-def _variant(dtype: torch.dtype, dim: int, split: bool, windowed: bool) -> Variant:
+def _variant(dtype: torch.dtype, dim: int, split: bool, windowed: bool, sunk: bool) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
     given = (kind, "i32", "*i16", "*i16", "i32", "*i32", "*i32", "*i32", "fp32")
     made = ("*fp32", "*fp32") if split else (kind, kind)  # the latter is not written
     constants = {"DIM": dim, "GROUP": GROUP, "PAGE": PAGE_SIZE, "TOKENS": TOKENS[dim]}
-    constants |= {"SPLIT": int(split), "WINDOWED": int(windowed)}
-    arguments, aligned = (*given, *made, *["i32"] * 4), (0, 1, 2, 3, 4, 9)
+    constants |= {"SPLIT": int(split), "WINDOWED": int(windowed), "SINKS": int(sunk)}
+    arguments, aligned = (*given, *made, "*fp32", *["i32"] * 4), (0, 1, 2, 3, 4, 9)
     every = tuple(constants.items())
     return Variant("attend_fp8", arguments, aligned, every, warps=WARPS, stages=STAGES)
 
 
-def _merge_variant(dtype: torch.dtype, dim: int) -> Variant:
-    arguments = ("*fp32", "*fp32", f"*{TRITON_TYPES[dtype]}", "i32", "i32")
-    return Variant("merge_splits", arguments, (0, 2), (("DIM", dim), ("SPLITS", SPLITS)))
+def _merge_variant(dtype: torch.dtype, dim: int, sunk: bool) -> Variant:
+    arguments = ("*fp32", "*fp32", f"*{TRITON_TYPES[dtype]}", "*fp32", "i32", "i32")
+    constants = (("DIM", dim), ("SPLITS", SPLITS), ("SINKS", int(sunk)))
+    return Variant("merge_splits", arguments, (0, 2), constants)
 
 
 def _copy_variant(dtype: torch.dtype) -> Variant:

@@ -32,6 +32,12 @@ class Layer:
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return sum(part.nbytes for part in parts if part is not None)
 
+    @property
+    def scales_nbytes(self) -> int:
+        """Of them, those of the weights' scales."""
+        weights = (self.gate_up, self.down)
+        return sum(each.scales.nbytes for each in weights if isinstance(each, Mxfp4Weight))
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -56,6 +62,10 @@ class Given:
 
 
 class Experts(ABC):
+    def pack(self, weight: Mxfp4Weight) -> Mxfp4Weight:
+        """A weight of all experts of a layer, as it is loaded, in the layout that is fastest."""
+        return weight
+
     @abstractmethod
     def run(
         self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given

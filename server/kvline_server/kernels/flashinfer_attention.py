@@ -17,6 +17,7 @@ import torch
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
+from kvline_server.kernels import cuda_sinks
 from kvline_server.kernels.attention import PageTables
 from kvline_server.kernels.cuda_attention import copy_pages, is_copied
 from kvline_server.memory.arena import KVLayer
@@ -126,10 +127,19 @@ class PagedAttention:
         return Planned(info, ints, table)
 
     def run(
-        self, q: torch.Tensor, cache: KVLayer, planned: Planned, scale: float, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        planned: Planned,
+        scale: float,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """`scale` is that of query times key. q [rows, heads, dim], possibly strided -> out of the
-        same shape"""
+        same shape, contiguous; sinks float32 [heads]"""
+        log_sums = None  # to base 2, of all of a row's tokens also where a plan splits them
+        if sinks is not None:
+            log_sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         table = planned.table
         mask = MaskMode.CAUSAL if self._causal else MaskMode.NON_CAUSAL
         self._module.paged_run(
@@ -144,7 +154,7 @@ class PagedAttention:
             table.pages,
             table.last_page,
             out,
-            None,  # no log-sum-exp
+            log_sums,
             mask.value,
             TensorLayout["NHD"].value,
             self._left,
@@ -158,6 +168,8 @@ class PagedAttention:
             0,
             FLOAT_BYTES,
         )
+        if sinks is not None and log_sums is not None:
+            cuda_sinks.apply(out, log_sums, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +213,15 @@ class Fp8Chunks:
         return Chunks(self._copied.plan(replace(table, pages=self._places)), table.pages)
 
     def run(
-        self, q: torch.Tensor, cache: KVLayer, chunks: Chunks, scale: float, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        chunks: Chunks,
+        scale: float,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         if chunks.copied is None:
-            return self._direct.run(q, cache, chunks.planned, scale, out)
+            return self._direct.run(q, cache, chunks.planned, scale, out, sinks)
         copy_pages(cache, chunks.copied, self._copy)
-        self._copied.run(q, self._layer, chunks.planned, scale, out)
+        self._copied.run(q, self._layer, chunks.planned, scale, out, sinks)

@@ -130,6 +130,7 @@ class GpuAttention(Attention):
         plan: Plan,
         out: torch.Tensor | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, heads, dim = q.shape
         scale = (scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
@@ -137,8 +138,8 @@ class GpuAttention(Attention):
         made = flat.view(rows, heads, dim)
         if plan.decode is not None:
             own = slice(plan.decodes)
-            plan.runners.decode.run(q[own], cache, plan.decode, scale, made[own])
+            plan.runners.decode.run(q[own], cache, plan.decode, scale, made[own], sinks)
         if plan.prefill is not None:
             own = slice(plan.decodes, plan.rows)
-            plan.runners.prefill.run(q[own], cache, plan.prefill, scale, made[own])
+            plan.runners.prefill.run(q[own], cache, plan.prefill, scale, made[own], sinks)
         return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)

@@ -20,4 +20,5 @@ class Rows(ABC):
 
     @abstractmethod
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """silu or gelu_tanh of the first half times the second. [rows, 2 * d] -> [rows, d]"""
+        """silu or gelu_tanh of the first half times the second, or swiglu_oai of both, as
+        Routing.activation has it. [rows, 2 * d] -> [rows, d]"""

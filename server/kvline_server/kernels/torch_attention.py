@@ -31,6 +31,7 @@ from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 GATHER_TOKENS = 8192  # of one decode group, padding included
+SCORES = 1 << 21  # of queries and keys at a time, where heads have sinks
 MASKED = float("-inf")
 
 
@@ -144,6 +145,7 @@ class TorchAttention(Attention):
         plan: list[Gather],
         out: torch.Tensor | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, heads, dim = q.shape
         flat = q.new_empty((rows, heads * dim)) if out is None else out
@@ -153,7 +155,10 @@ class TorchAttention(Attention):
             own, attention = slice(gather.start, gather.end), self._prefill
             if gather.decodes:
                 attention = self._decode
-            made[own] = attention(q[own], cache, gather, scale)
+            if sinks is None:
+                made[own] = attention(q[own], cache, gather, scale)
+            else:
+                self._attend_with_sinks(q[own], cache, gather, scale, sinks, made[own])
         return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
 
     def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:
@@ -213,6 +218,62 @@ class TorchAttention(Attention):
             enable_gqa=True,
         )
         return out.squeeze(0).transpose(0, 1)
+
+    def _attend_with_sinks(
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        gather: Gather,
+        scale: float,
+        sinks: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """q [sequences * rows of each, heads, dim] -> out of the same shape, in blocks of rows of
+        up to SCORES scores. In float32: torch's own attention takes no sinks."""
+        sequences = gather.decodes or 1
+        q, out = (x.view(sequences, -1, *x.shape[1:]) for x in (q, out))
+        each, heads = q.shape[1:3]
+        keys, values = (
+            part[:, :, : gather.tokens].float()
+            for part in self._gather(cache, gather.pages, sequences)
+        )
+        tokens, mask = gather.tokens, gather.mask
+        if mask is not None:
+            # Attention without sinks repeats it for the queries of a key-value head.
+            mask = mask.view(sequences, each, -1, tokens)[:, :, 0]
+        step = max(1, SCORES // (sequences * heads * tokens))
+        for start in range(0, each, step):
+            some = slice(start, min(start + step, each))
+            if mask is None:
+                added = keys.new_full((1, some.stop - start, tokens), MASKED).triu_(start + 1)
+            else:
+                added = mask[:, some]
+            out[:, some] = _with_sinks(q[:, some].float() * scale, keys, values, added, sinks)
+
+
+def _with_sinks(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """The sink is in the softmax's sum and no more. q [sequences, rows, heads, dim], keys and
+    values [sequences, kv_heads, tokens, dim], mask [sequences, rows, tokens], added; all float32
+    but for the mask -> as q"""
+    sequences, rows, heads, dim = q.shape
+    kv = keys.shape[1]
+    by_head = q.transpose(1, 2).reshape(sequences, kv, -1, dim)
+    scores = (by_head @ keys.transpose(2, 3)).view(sequences, heads, rows, -1)
+    scores += mask.unsqueeze(1)
+    sink = sinks.view(1, heads, 1, 1)
+    most = scores.amax(dim=-1, keepdim=True).maximum(sink)
+    weights = scores.sub_(most).exp_()
+    total = weights.sum(dim=-1, keepdim=True) + (sink - most).exp()
+    made = (weights.view(sequences, kv, -1, weights.shape[-1]) @ values).view(
+        sequences, heads, rows, dim
+    )
+    return made.div_(total).transpose(1, 2)
 
 
 def _store(

@@ -80,12 +80,15 @@ def run(
     weights = routes.weights.flatten().to(x.dtype).unsqueeze(1)
     width = len(layer.gate_up) // layer.experts
     for expert, some in enumerate(torch.split(order, counts)):
+        if not len(some):  # what is in 4 bits is dequantised for rows alone
+            continue
         first = _of(layer.gate_up, expert, width, x.dtype)
         last = _of(layer.down, expert, hidden, x.dtype)
         for at in range(0, len(some), ROWS):
             pair = some[at : at + ROWS]
             row = pair // routes.ids.shape[1]
-            made = linear(activate(linear(x[row], first)), last)
+            both = linear(x[row], first, _bias(layer.gate_up_bias, expert))
+            made = linear(activate(both), last, _bias(layer.down_bias, expert))
             out.index_add_(0, row, made * weights[pair])
     return out
 
@@ -95,3 +98,7 @@ def _of(weight: ExpertWeight, expert: int, rows: int, dtype: torch.dtype) -> tor
     assert not isinstance(weight, PackedMxfp4)  # which is a GPU's
     own = weight[expert * rows : (expert + 1) * rows]
     return own if isinstance(own, torch.Tensor) else own.dequantised(dtype)
+
+
+def _bias(every: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if every is None else every[expert]

@@ -9,6 +9,8 @@ from torch.nn.functional import gelu, silu
 from kvline_server.kernels.projection import Norm
 from kvline_server.kernels.rows import Rows
 
+ALPHA, LIMIT = 1.702, 7.0  # of swiglu_oai: of the sigmoid, and what both halves are clamped to
+
 
 class TorchRows(Rows):
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -19,4 +21,7 @@ class TorchRows(Rows):
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
+        if activation == "swiglu_oai":
+            gate = gate.clamp(max=LIMIT)
+            return gate.mul_(torch.sigmoid(ALPHA * gate)).mul_(up.clamp(-LIMIT, LIMIT).add_(1))
         return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)

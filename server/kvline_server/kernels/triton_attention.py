@@ -1,4 +1,5 @@
-"""Triton kernels of attention over an fp8 KV cache; kernels/cubins.py compiles and launches them.
+"""Triton kernels of attention over an fp8 KV cache, and of sinks over any; kernels/cubins.py
+compiles and launches them.
 
 `attend_fp8` reads each key and value once, for all queries of a key-value head, and turns them into
 float16 in registers, which holds every number of e4m3. It reads two columns as one number of 16
@@ -6,6 +7,7 @@ bits, because tensor cores get their operands in no smaller ones without taking 
 odd columns then have GEMMs of their own. Where few sequences would leave the GPU idle their tokens
 are split among programs (split-KV), and `merge_splits` adds up what those made. A sliding window is
 the last tokens of a sequence. `copy_pages` is for prompt chunks, which read a copy in bfloat16.
+A sink is a term more in the sum of a head's softmax; `apply_sinks` adds it to what FlashInfer made.
 Reference: TorchAttention; the tests compare the two. The sums that allow splitting a softmax:
 FlashAttention (arXiv 2205.14135).
 """
@@ -14,6 +16,8 @@ import triton
 import triton.language as tl
 
 from kvline_server.kernels.triton_kernels import _after_the_last
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -81,10 +85,24 @@ def _scores(even, odd, keys, places, inside, visible):
 
 
 @triton.jit
+def _summed(scores, most, total):
+    """The highest score and the sum with these, their weights, and what earlier ones become by."""
+    now = tl.maximum(most, tl.max(scores, axis=1))
+    weight, rescale = tl.exp2(scores - now[:, None]), tl.exp2(most - now)
+    return now, total * rescale + tl.sum(weight, axis=1), weight, rescale
+
+
+@triton.jit
 def _with_values(left, right, rescale, weight, values, places, inside):
     low, high = _read(values, places, inside)
     left = tl.dot(weight.to(tl.float16), low, left * rescale[:, None])
     return left, tl.dot(weight.to(tl.float16), high, right * rescale[:, None])
+
+
+@triton.jit
+def _sink(sinks, there, most):
+    """What a sink adds to a sum of exponentials that are relative to `most`, a log2."""
+    return tl.exp2(tl.load(sinks, mask=there, other=0.0) * LOG2E - most)
 
 
 @triton.jit
@@ -100,6 +118,7 @@ def attend_fp8(
     log2_scale,
     out,
     max_and_sum,
+    sinks,
     queries,
     kv,
     window,
@@ -110,11 +129,12 @@ def attend_fp8(
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """The queries of one row and key-value head over one split of the tokens. `keys` and `values`
     are pairs of columns; `log2_scale` is the softmax scale times log2(e). `out` [rows, queries,
     DIM]; SPLIT: [rows, splits, queries, DIM], and `max_and_sum` [..., 2] of its softmax. WINDOWED:
-    of the last `window` tokens, of which each block has some."""
+    of the last `window` tokens, of which each block has some. SINKS [queries]: not with SPLIT."""
     _after_the_last()
     head, row, split, first, seen, start, end = _tokens(
         page_starts, last_page, kv, window, splits, PAGE, TOKENS, WINDOWED
@@ -134,25 +154,34 @@ def attend_fp8(
         places = line[:, None] + pair[None, :]
         visible = inside & (token >= seen) if WINDOWED else inside
         scores = _scores(even, odd, keys, places, inside, visible)
-        now = tl.maximum(most, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - now[:, None])
-        rescale = tl.exp2(most - now)
-        total = total * rescale + tl.sum(weight, axis=1)
+        most, total, weight, rescale = _summed(scores, most, total)
         left, right = _with_values(left, right, rescale, weight, values, places, inside)
-        most = now
     line = (row.to(tl.int64) * splits + split) * queries + mine
     made, places = tl.interleave(left, right), line[:, None] * DIM + tl.arange(0, DIM)[None, :]
     if SPLIT:
         tl.store(max_and_sum + 2 * line, most, mask=there)
         tl.store(max_and_sum + 2 * line + 1, total, mask=there)
     else:
+        if SINKS:
+            total += _sink(sinks + mine, there, most)
         made /= total[:, None]
     tl.store(out + places, made.to(out.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
-def merge_splits(parts, max_and_sum, out, queries, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Of one query's splits what they made, each by its share of the softmax."""
+def merge_splits(
+    parts,
+    max_and_sum,
+    out,
+    sinks,
+    queries,
+    splits,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Of one query's splits what they made, each by its share of the softmax, which has its sink
+    too with SINKS [queries]."""
     _after_the_last()
     row = (tl.program_id(0) // queries).to(tl.int64)
     query = tl.program_id(0) % queries
@@ -161,11 +190,29 @@ def merge_splits(parts, max_and_sum, out, queries, splits, DIM: tl.constexpr, SP
     there = split < splits
     at = (row * splits + split) * queries + query
     most = tl.load(max_and_sum + 2 * at, mask=there, other=float("-inf"))
-    weight = tl.exp2(most - tl.max(most, axis=0))
+    highest = tl.max(most, axis=0)
+    weight = tl.exp2(most - highest)
     total = tl.sum(weight * tl.load(max_and_sum + 2 * at + 1, mask=there, other=0.0), axis=0)
+    if SINKS:
+        total += _sink(sinks + query, query < queries, highest)
     each = tl.load(parts + at[:, None] * DIM + column[None, :], mask=there[:, None], other=0.0)
     made = tl.sum(each * weight[:, None], axis=0) / total
     tl.store(out + (row * queries + query) * DIM + column, made.to(out.dtype.element_ty))
+
+
+@triton.jit
+def apply_sinks(out, log_sums, sinks, lines, heads, DIM: tl.constexpr, LINES: tl.constexpr):
+    """Of LINES of `out` [lines, DIM], of a row and head each, the share of the softmax that is not
+    the sink's; `log_sums` [lines] is log2 of the others' sum. A line that saw no token is 0, as its
+    sum is next to none."""
+    _after_the_last()
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    there = line < lines
+    log_sum = tl.load(log_sums + line, mask=there, other=0.0)
+    share = 1.0 / (1.0 + _sink(sinks + line % heads, there, log_sum))
+    places = line.to(tl.int64)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    x = tl.load(out + places, mask=there[:, None], other=0.0).to(tl.float32) * share[:, None]
+    tl.store(out + places, x.to(out.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.model import families, neutral, quantization
 from kvline_server.model.end_tokens import end_tokens
 from kvline_server.model.fields import Fields, read_json
-from kvline_server.model.quantization import Quantization
+from kvline_server.model.quantization import MXFP4_BLOCK, Mxfp4, Quantization
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
 ORIGINAL, PART = "original_max_position_embeddings", "partial_rotary_factor"
@@ -89,6 +89,11 @@ class Experts:
     renormalise: bool  # the weights of the chosen ones add up to 1
     at: str  # of the tensors, after the layer's prefix
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"  # its name after `at`
+    bias: bool = False  # the router and every expert have biases
+    # All experts are in one tensor, the rows of gate and up by turns: gate_up_proj and down_proj.
+    stacked: bool = False
+    mxfp4: bool = False  # with weights of 4 bits in the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +117,15 @@ class ModelConfig:
     qk_norm: Literal["", "head", "projection"] = ""  # over each head, or over all heads at once
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # tensors; or one that holds all three
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "swiglu_oai"] = "silu"
     experts: Experts | None = None
-    quantization: Quantization | None = None  # of the weights in the files
+    quantization: Quantization | None = None  # of fp8 weights in the files
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    sinks: bool = False  # a logit of each head, in its softmax, without a value
     eos_token_ids: tuple[int, ...] = ()  # `read` gives those of the class, for files without any
 
     def window(self, layer: int) -> int:
@@ -148,13 +154,29 @@ def read_config(folder: Path) -> ModelConfig:
     # transformers takes the class, and with it the defaults, by this name.
     fields.only("model_type", family.MODEL_TYPE, family.MODEL_TYPE)
     model: ModelConfig = family.read(fields)
-    quantized = quantization.read(fields)
+    model = _quantized(fields, model)
     _refuse_other_windows(fields, model)
     fields.refuse_unread(neutral.IGNORED, neutral.NEUTRAL, neutral.HINTS)
     eos = end_tokens(fields, folder, model.vocabulary)
     if not eos and "eos_token_id" not in fields.raw:
         eos = tuple(id for id in model.eos_token_ids if id < model.vocabulary)
-    return replace(model, architecture=name, eos_token_ids=eos, quantization=quantized)
+    return replace(model, architecture=name, eos_token_ids=eos)
+
+
+def _quantized(fields: Fields, model: ModelConfig) -> ModelConfig:
+    """With the format that the files have weights in."""
+    found, many = quantization.read(fields, model.layers), model.experts
+    in_one = many is not None and many.stacked
+    if found is not None and in_one != isinstance(found, Mxfp4):
+        hint = ", 'mxfp4' is" if in_one else ": only experts that are in one tensor have it"
+        raise fields.section(quantization.FIELD).unsupported("quant_method", hint)
+    if not isinstance(found, Mxfp4):
+        return replace(model, quantization=found)
+    assert many is not None
+    for key, size in (("hidden_size", model.hidden), ("intermediate_size", model.intermediate)):
+        if size % MXFP4_BLOCK:
+            raise fields.invalid(key, f"a multiple of {MXFP4_BLOCK}, which MXFP4 has scales for")
+    return replace(model, experts=replace(many, mxfp4=True))
 
 
 def dense(

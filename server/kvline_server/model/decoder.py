@@ -163,7 +163,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Layer `index`'s attention. queries [rows, heads, dim] -> [rows, heads * dim]"""
         plan, scale = plans[self.group_of[index]], self.config.softmax_scale
-        return self.kernels.attention.attend(queries, kv, plan, out, scale)
+        sinks = self.weights.layers[index].attention.sinks
+        return self.kernels.attention.attend(queries, kv, plan, out, scale, sinks)
 
     def between(
         self,

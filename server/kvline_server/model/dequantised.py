@@ -7,10 +7,11 @@ import torch
 
 from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.fp8 import FP8
+from kvline_server.model.linear import Stacked
 from kvline_server.model.loader import SafetensorsSource
-from kvline_server.model.quantization import FIELD, Quantization
+from kvline_server.model.quantization import FIELD, MXFP4_SCALES, MXFP4_VALUES, Quantization
 
-E4M3 = "F8_E4M3"  # a dtype of safetensors
+E4M3, BYTES = "F8_E4M3", "U8"  # dtypes of safetensors
 
 
 class Dequantised:
@@ -25,6 +26,11 @@ class Dequantised:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         self.files.check(name, shape)
+        if name.endswith((MXFP4_VALUES, MXFP4_SCALES)) and self.files.dtype(name) != BYTES:
+            raise ModelInvalid(
+                f"{self.files.where[name]}: tensor {name} is {self.files.dtype(name)}, in MXFP4 it "
+                f"must be {BYTES}"
+            )
         if self.files.dtype(name) != E4M3:
             return
         if self.quantization is None:
@@ -38,11 +44,19 @@ class Dequantised:
         there = name in self.files.where and self.files.dtype(name) == E4M3
         return self.quantization if there else None
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+    def copy(
+        self,
+        name: str,
+        into: torch.Tensor,
+        row: int = 0,
+        column: int = 0,
+        step: int = 1,
+        stacked: Stacked | None = None,
+    ) -> None:
         if into.dtype == FP8:
             self.kept.add(name)
         if name not in self.quantised or into.dtype == FP8:
-            self.files.copy(name, into, row, column)
+            self.files.copy(name, into, row, column, step, stacked)
             return
         assert self.quantization is not None
         numbers = torch.empty(into.shape, dtype=torch.float32)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from kvline_server.kernels.experts import Given, Layer, Routing
+from kvline_server.kernels.experts import Given, Routing
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.projection import Join, Norm, Operand, Projection
+from kvline_server.model import expert_weights
 from kvline_server.model.blocks import layer_norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.linear import Rows, Tensors, projection
@@ -25,29 +26,12 @@ class Experts:
         c, many = config, config.experts
         assert many is not None
         self.routing = Routing(many.chosen, many.renormalise, c.activation)
-        own, columns = at + many.at, tensors.shard.of(c.intermediate)
-        gate, up, down = many.names
+        own, every = at + many.at, range(many.count)
         self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
-        every = range(many.count)
-        self.router = projection(tensors, [Rows(own + "gate", every, many.count)], c.hidden)
-        inputs = [
-            Rows(f"{own}experts.{expert}.{name}.weight", columns, c.intermediate)
-            for expert in every
-            for name in (gate, up)
-        ]
-        outputs = [
-            Rows(f"{own}experts.{expert}.{down}.weight", range(c.hidden), c.hidden)
-            for expert in every
-        ]
-        before = tensors.elements
-        self.gate_up = tensors.get(inputs, c.hidden)  # [experts * 2 * width, hidden]
-        self.down = tensors.get(outputs, c.intermediate, columns)  # [experts * hidden, width]
-        self.elements = tensors.elements - before
-
-    @property
-    def layer(self) -> Layer:
-        return Layer(self.gate_up, self.down)
+        router = [Rows(own + many.router, every, many.count)]
+        self.router = projection(tensors, router, c.hidden, many.bias)
+        self.layer = expert_weights.read(tensors, c, many, own)
 
     @property
     def projections(self) -> tuple[Projection, ...]:

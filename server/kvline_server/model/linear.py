@@ -15,18 +15,40 @@ from typing import Protocol
 import torch
 
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight, fits
+from kvline_server.kernels.mxfp4 import Mxfp4Weight
 from kvline_server.kernels.projection import Projection
 from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """One of the matrices, or vectors, that a tensor has one after the other."""
+
+    shape: tuple[int, ...]  # of the tensor; what follows a matrix's rows is its columns
+    at: int  # which of them
+    transposed: bool = False  # in the tensor
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of it. -> [rows, columns], or [rows]"""
+        own = whole[self.at]
+        if own.dim() == 1:
+            return own
+        return own.t() if self.transposed else own.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a named tensor."""
+    """Rows of a named tensor, or of one of those that are stacked in it."""
 
     name: str
     rows: range
     of: int  # rows of the tensor
+    stacked: Stacked | None = None
+
+    def shape(self, width: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's, with rows of `width`: of no columns, or of so many."""
+        return (self.of, *width) if self.stacked is None else self.stacked.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +61,20 @@ class Output:
 
 class TensorSource(Protocol):
     """Tensors by name. `check` is called for all of them before the first `copy`, which copies
-    a slice of the shape of `into` that begins at `row` and `column`."""
+    a slice of the shape of `into` that begins at `row` and `column`, and takes each row that is
+    `step` behind the one before; with `stacked` of what it is."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None: ...
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None: ...
+    def copy(
+        self,
+        name: str,
+        into: torch.Tensor,
+        row: int = 0,
+        column: int = 0,
+        step: int = 1,
+        stacked: Stacked | None = None,
+    ) -> None: ...
 
     def fp8(self, name: str) -> Quantization | None:
         """Of a tensor that can be copied as it is to one of fp8."""
@@ -74,8 +105,8 @@ class Tensors:
         """The parts' rows in their order, of which the rank takes the `own` of all columns if
         given; `offset` added to each element; empty here. -> [rows], or [rows, columns]"""
         width = () if columns is None else (columns,)
-        for name, rows in {part.name: part.of for part in parts}.items():
-            self.source.check(name, (rows, *width))
+        for name, shape in {part.name: part.shape(width) for part in parts}.items():
+            self.source.check(name, shape)
         taken = (columns or 1) if own is None else len(own)
         self.counts[dtype] += sum(len(part.rows) for part in parts) * taken
         return torch.empty(0)
@@ -111,6 +142,10 @@ class Tensors:
 
     def pack(self, weight: Weight) -> Weight:
         """A GEMM's weight, in the layout that is fastest for its kernel."""
+        return weight
+
+    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight:
+        """As `pack`, of experts."""
         return weight
 
 

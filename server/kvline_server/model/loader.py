@@ -15,22 +15,26 @@ import torch
 
 from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
 from kvline_server.errors import ModelInvalid
+from kvline_server.kernels.experts import Layer as LayerExperts
 from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
+from kvline_server.kernels.mxfp4 import Mxfp4Weight
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model.blocks import norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
 from kvline_server.model.files import open_weights, weight_files
 from kvline_server.model.layer import Layer
-from kvline_server.model.linear import Rows, Tensors, TensorSource
-from kvline_server.model.quantization import Quantization
+from kvline_server.model.linear import Rows, Stacked, Tensors, TensorSource
+from kvline_server.model.quantization import MXFP4_SCALES, Quantization
 from kvline_server.model.shard import WHOLE, Shard
 from kvline_server.model.shard import vocabulary as own_tokens
 
 COPY_BYTES = 64 << 20
 DRAWN = 1 << 24  # random numbers at a time: 32 MiB in bfloat16
 SCALE = 2.0**-11  # of random weights in fp8
+EXPONENTS = 119, 121  # of random weights in MXFP4, below the second: numbers up to 6 times 2^-7
+MXFP4 = "in 4 bits (MXFP4)"  # detail of a part
 ROUTER = ".gate.weight"  # of experts, which no format quantises
 
 
@@ -53,12 +57,22 @@ class Weights:
         return sum(n * (kind or dtype).itemsize for kind, n in self.counts.items())
 
     def parts(self) -> tuple[OwnedPart, ...]:
-        mlps = [layer.mlp for layer in self.layers]
-        size, scales = self.embedding.itemsize, self.counts[torch.float32] * 4
-        experts = sum(mlp.elements for mlp in mlps if isinstance(mlp, Experts)) * size
+        experts = sum(each.nbytes for each in self.experts()) - self.expert_scales
+        sinks = sum(each.numel() for a in self.layers if (each := a.attention.sinks) is not None)
+        scales = (self.counts[torch.float32] - sinks) * 4 + self.expert_scales
         others = self.nbytes(self.embedding.dtype) - experts - scales
         sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts}
-        return tuple(OwnedPart(name, fixed=n) for name, n in sizes.items() if n)
+        details = {EXPERTS: MXFP4} if self.expert_scales else {}
+        return tuple(OwnedPart(name, n, detail=details.get(name)) for name, n in sizes.items() if n)
+
+    def experts(self) -> list[LayerExperts]:
+        """Of each layer that has them."""
+        return [each.mlp.layer for each in self.layers if isinstance(each.mlp, Experts)]
+
+    @property
+    def expert_scales(self) -> int:
+        """Bytes."""
+        return sum(each.scales_nbytes for each in self.experts())
 
 
 class SafetensorsSource:
@@ -95,15 +109,25 @@ class SafetensorsSource:
         tensor: torch.Tensor = self.files[self.where[name]].get_tensor(name)
         return tensor
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
-        into.copy_(_slice(self.whole(name), into, row, column))
+    def copy(
+        self,
+        name: str,
+        into: torch.Tensor,
+        row: int = 0,
+        column: int = 0,
+        step: int = 1,
+        stacked: Stacked | None = None,
+    ) -> None:
+        whole = self.whole(name)
+        into.copy_(_slice(stacked.of(whole) if stacked else whole, into, row, column, step))
 
 
 class RandomSource:
     """Small normal weights: the model's shapes and speed, meaningless output. A tensor's numbers
     follow from its name, so those of several ranks are the slices of the one that a single rank
     has. They are drawn in blocks of whole rows, the last of which is kept: a tensor's parts come
-    in the order of its rows, mostly. Those of `quantization` are near the ones without it."""
+    in the order of its rows, mostly. Those of `quantization` are near the ones without it; those of
+    MXFP4 are as wide, and each as likely."""
 
     def __init__(self, quantization: Quantization | None = None) -> None:
         self.quantization = quantization
@@ -116,22 +140,36 @@ class RandomSource:
     def fp8(self, name: str) -> Quantization | None:
         return None if name.endswith(ROUTER) else self.quantization
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+    def copy(
+        self,
+        name: str,
+        into: torch.Tensor,
+        row: int = 0,
+        column: int = 0,
+        step: int = 1,
+        stacked: Stacked | None = None,
+    ) -> None:
         if name.endswith("norm.weight"):
             into.fill_(1.0)
             return
         if self.quantization is not None and name.endswith(self.quantization.suffix):
             into.fill_(SCALE)
             return
-        rows, *width = self.shapes[name]
-        step = min(rows, max(1, DRAWN // max(1, *width, 1)))
-        end = row + len(into)
-        for start in range(row - row % step, end, step):
-            block = self._block(name, start, (min(step, rows - start), *width), into)
-            first, last = max(row, start), min(end, start + step)
-            part = into[first - row : last - row]
-            drawn = _slice(block, part, first - start, column)
-            part.copy_(drawn / SCALE if into.dtype == FP8 else drawn)
+        shape = self.shapes[name]
+        if stacked is not None:
+            shape = tuple(stacked.of(torch.empty(shape, device="meta")).shape)
+            name = f"{name}[{stacked.at}]"
+        rows, *width = shape
+        block = min(rows, max(1, DRAWN // max(1, *width, 1)))
+        done, at = 0, row
+        while done < len(into):
+            start = at - at % block
+            drawn = self._block(name, start, (min(block, rows - start), *width), into)
+            count = min(len(into) - done, -(-(start + len(drawn) - at) // step))
+            part = into[done : done + count]
+            some = _slice(drawn, part, at - start, column, step)
+            part.copy_(some / SCALE if into.dtype == FP8 else some)
+            done, at = done + count, at + count * step
 
     def _block(
         self, name: str, start: int, shape: tuple[int, ...], like: torch.Tensor
@@ -147,13 +185,20 @@ class RandomSource:
             self.drawn = ("", 0, kept[:0])  # frees its memory before more is taken
             del kept
             made = torch.empty(shape, dtype=dtype, device=like.device)
-            self.drawn = (name, start, made.normal_(0.0, 0.02, generator=generator))
+            if dtype == torch.uint8:
+                low, high = EXPONENTS if MXFP4_SCALES in name else (0, 256)
+                made.random_(low, high, generator=generator)
+            else:
+                made.normal_(0.0, 0.02, generator=generator)
+            self.drawn = (name, start, made)
         return self.drawn[2]
 
 
-def _slice(whole: torch.Tensor, into: torch.Tensor, row: int, column: int) -> torch.Tensor:
+def _slice(
+    whole: torch.Tensor, into: torch.Tensor, row: int, column: int, step: int = 1
+) -> torch.Tensor:
     """Of the shape of `into`."""
-    rows = whole[row : row + len(into)]
+    rows = whole[row : row + step * (len(into) - 1) + 1 : step]
     return rows if into.dim() == 1 else rows[:, column : column + into.shape[1]]
 
 
@@ -217,11 +262,14 @@ class Loading(Tensors):
     def pack(self, weight: Weight) -> Weight:
         return self.kernels.gemms.pack(weight)
 
+    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight:
+        return self.kernels.experts.pack(weight)
+
     def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:
         """Copies in steps, because one tensor may take minutes on a slow volume."""
         step = max(1, COPY_BYTES // max(1, into[:1].nbytes))
         for row in range(0, len(into), step):
-            rows = into[row : row + step]
-            self.source.copy(part.name, rows, part.rows.start + row, column)
+            rows, first = into[row : row + step], part.rows.start + row * part.rows.step
+            self.source.copy(part.name, rows, first, column, part.rows.step, part.stacked)
             self.done += rows.nbytes
             self.copied(self.done, self.total)

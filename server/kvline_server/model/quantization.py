@@ -7,6 +7,7 @@ it is quantised, so lists of modules that are not need not be read.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +37,11 @@ FP8 = {"num_bits": 8, "type": "float"}
 CACHE = {**FP8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 SERVED = (
     "; of quantised weights fp8 is served: in blocks (quant_method fp8, weight_block_size), or by "
-    "channel (quant_method compressed-tensors, format float-quantized)"
+    "channel (quant_method compressed-tensors, format float-quantized), and experts in MXFP4 "
+    "(quant_method mxfp4)"
 )
+MXFP4_BLOCK = 32  # numbers of a row with a common scale
+MXFP4_VALUES, MXFP4_SCALES = "_blocks", "_scales"  # what their names end with
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,22 @@ class Quantization:
         return -(-rows // self.block[0]), -(-columns // self.block[1])
 
 
-def read(fields: Fields) -> Quantization | None:
-    """Raises ModelUnsupported, by name, for what is not served."""
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Of experts, all of them: numbers of 4 bits, a scale for each MXFP4_BLOCK of a row."""
+
+
+def read(fields: Fields, layers: int) -> Quantization | Mxfp4 | None:
+    """Of a model with so many layers. Raises ModelUnsupported, by name, for what is not served."""
     quantized = fields.section(FIELD)
     if not quantized.raw:
         _refuse_beside(fields.path.with_name(BESIDE))
         return None
     method = quantized.value("quant_method")
-    if method == "fp8":
+    made: Quantization | Mxfp4
+    if method == "mxfp4":
+        made = _of_experts(quantized, layers)
+    elif method == "fp8":
         made = _in_blocks(quantized)
     elif method == "compressed-tensors":
         made = _by_channel(quantized)
@@ -122,6 +134,27 @@ def _by_channel(quantized: Fields) -> Quantization:
         _same(group, {"format": "float-quantized"})
         group.refuse_unread(("targets",))
     return Quantization("_scale", None)
+
+
+def _of_experts(quantized: Fields, layers: int) -> Mxfp4:
+    """Every layer's experts are quantised and nothing else is, which its list must agree with."""
+    quantized.value("dequantize")  # how transformers runs it: the weights are the same
+    excepted = quantized.value("modules_to_not_convert", [])
+    if not isinstance(excepted, list) or not all(isinstance(name, str) for name in excepted):
+        raise quantized.invalid("modules_to_not_convert", "a list of names")
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in range(layers)]
+    for name in excepted:
+        if any(_is_of(each, name) for each in experts):
+            hint = f": {name[:80]} names experts, which are served all in MXFP4 or none"
+            raise quantized.unsupported("modules_to_not_convert", hint)
+    return Mxfp4()
+
+
+def _is_of(module: str, pattern: str) -> bool:
+    """Whether the module is named as transformers reads such a list: by how its name begins or
+    ends, where * is any text."""
+    parts = [re.escape(part) for part in re.split(r"(?:\.?\*)+", pattern)]
+    return module.endswith(pattern) or re.match(".*?".join(parts), module) is not None
 
 
 def _same(given: Fields, wanted: dict[str, object], all_given: bool = False) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from kvline_contract.report import MAX_RANKS
 from kvline_server.errors import ModelUnsupported
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.quantization import MXFP4_BLOCK
 
 ALIGN = 16  # rows of the LM head: kernels load logits faster where a row has a multiple of it
 
@@ -39,14 +40,25 @@ def check(config: ModelConfig, ranks: int) -> None:
     raise ModelUnsupported(
         f"spec.resources.gpus is {ranks}, which do not share this model evenly: it has "
         f"{config.heads} attention heads, {config.kv_heads} key-value heads, an MLP of width "
-        f"{config.intermediate} and a vocabulary of {config.vocabulary}; gpus can be {counts}"
+        f"{config.intermediate}{_in_blocks(config)} and a vocabulary of {config.vocabulary}; gpus "
+        f"can be {counts}"
     )
+
+
+def _in_blocks(config: ModelConfig) -> str:
+    unit = _unit(config)
+    return f" in {config.intermediate // unit} blocks of {unit} (MXFP4)" if unit > 1 else ""
+
+
+def _unit(config: ModelConfig) -> int:
+    """Columns of the MLP's width that stay together: those with a common scale."""
+    return MXFP4_BLOCK if config.experts is not None and config.experts.mxfp4 else 1
 
 
 def _divides(config: ModelConfig, ranks: int) -> bool:
     return (
         1 <= ranks <= MAX_RANKS
-        and config.heads % ranks == config.intermediate % ranks == 0
+        and config.heads % ranks == config.intermediate % (ranks * _unit(config)) == 0
         and (config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0)
         and (ranks - 1) * share(config.vocabulary, ranks) < config.vocabulary
     )

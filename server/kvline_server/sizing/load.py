@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
-from kvline_contract.memory import WEIGHTS
+from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
@@ -216,11 +216,18 @@ def _source(folder: Path, model: ModelConfig, random: bool) -> TensorSource:
 
 
 def _kept(weights: loader.Weights) -> list[str]:
-    """Of what stays in fp8, for the stage's detail."""
-    fp8, scales = weights.counts[FP8] // MIB, weights.counts[torch.float32] * 4 // MIB
-    return (
-        [f"{fp8} MiB of weights in fp8 with {scales} MiB of scales"] if weights.counts[FP8] else []
-    )
+    """Of what stays in fp8 or in 4 bits, for the stage's detail."""
+    made, parts = [], {part.name: part.fixed for part in weights.parts()}
+    scales = parts.get(SCALES, 0) - weights.expert_scales
+    if weights.counts[FP8]:
+        made.append(_stays(weights.counts[FP8], "weights in fp8", scales))
+    if weights.expert_scales:
+        made.append(_stays(parts[EXPERTS], "experts in MXFP4", weights.expert_scales))
+    return made
+
+
+def _stays(nbytes: int, what: str, scales: int) -> str:
+    return f"{nbytes // MIB} MiB of {what} with {scales // MIB} MiB of scales"
 
 
 def _dequantised(source: TensorSource, backend: Backend) -> str:
