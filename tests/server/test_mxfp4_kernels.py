@@ -27,7 +27,11 @@ cuda_mxfp4.PTX = 0  # inline PTX, which the interpreter lacks
 cuda_experts.launch = launcher(triton_experts)
 cuda_mxfp4.launch = launcher(triton_mxfp4)
 new_empty = torch.Tensor.new_empty
-torch.Tensor.new_empty = lambda *a, **k: new_empty(*a, **k).fill_(float("nan"))
+
+def broken(made):  # what is not written shows
+    return made.fill_(float("nan") if made.is_floating_point() else -(1 << 14))
+
+torch.Tensor.new_empty = lambda *a, **k: broken(new_empty(*a, **k))
 rows_of = TorchRows()
 gemms = Mxfp4Gemms({}, None)
 

@@ -77,9 +77,11 @@ def _packed(weight: Mxfp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
     return tiled.contiguous(), scales.transpose(1, 2).contiguous()
 
 
-def check(hidden: int, width: int) -> None:
-    """Raises RuntimeError for sizes that the kernel does not compute."""
-    if hidden % GROUP or width % GROUP:
+def check(mxfp4: bool, biased: bool, hidden: int, width: int) -> None:
+    """Raises RuntimeError for experts that the kernels do not compute."""
+    if biased and not mxfp4:
+        raise RuntimeError("experts with biases in bfloat16, kernels support them in MXFP4")
+    if mxfp4 and (hidden % GROUP or width % GROUP):
         sizes = f"experts of {width} columns and hidden size {hidden}"
         raise RuntimeError(f"{sizes} in MXFP4, kernels support multiples of {GROUP}")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from kvline_server.kernels.cuda_experts import ExpertGemms
-from kvline_server.kernels.cuda_mxfp4 import Mxfp4Gemms
+from kvline_server.kernels.cuda_mxfp4 import Mxfp4Gemms, packed
 from kvline_server.kernels.experts import Experts, Given, Layer, Routing
 from kvline_server.kernels.formats import replay_time
 from kvline_server.kernels.group import Group
-from kvline_server.kernels.mxfp4 import PackedMxfp4
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
 
@@ -20,6 +20,9 @@ class GpuExperts(Experts):
         self.group = group
         self._plain = ExpertGemms(choices, rows.activate_and_mul)
         self._mxfp4 = Mxfp4Gemms(choices, rows.activate_and_mul)
+
+    def pack(self, weight: Mxfp4Weight) -> PackedMxfp4:
+        return packed(weight)
 
     def run(
         self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given

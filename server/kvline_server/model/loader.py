@@ -18,7 +18,7 @@ from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.experts import Layer as LayerExperts
 from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.mxfp4 import Mxfp4Weight
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model.blocks import norm
 from kvline_server.model.config import ModelConfig
@@ -262,7 +262,7 @@ class Loading(Tensors):
     def pack(self, weight: Weight) -> Weight:
         return self.kernels.gemms.pack(weight)
 
-    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight:
+    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight | PackedMxfp4:
         return self.kernels.experts.pack(weight)
 
     def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:
