@@ -34,6 +34,7 @@ ROUNDS, CHATS, OUTPUT, VOCABULARY = 20, 64, 200, 512
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ messages[0].content }}<tool_call>"
+    "{% for c in messages[0].tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
 )
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"s": "'
