@@ -290,7 +290,21 @@ def test_an_expert_without_rows_is_not_dequantised(
     assert counted == [128, 64] * 2
 
 
+def test_experts_that_are_dequantised_in_parts_answer_as_those_at_once(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parts that do not divide the outputs, of 5 rows for each of 64 columns."""
+    packed, plain = (decoder(folder).experts()[0] for folder in both)
+    x, logits = torch.randn(50, 64), torch.randn(50, 4)
+    kernels = TorchKernels()
+    want = kernels.experts.run(x, logits, plain.layer, plain.routing, Given(50))
+    monkeypatch.setattr("kvline_server.kernels.torch_experts.AT_ONCE", 64 * 5 + 3)
+    got = kernels.experts.run(x, logits, packed.layer, packed.routing, Given(50))
+    assert torch.allclose(got, want, atol=1e-4)
+
+
 def test_every_byte_stands_for_the_numbers_that_it_was_packed_from() -> None:
-    blocks, scales, want = packed(torch.randn(96, 64) * torch.logspace(-9, 9, 96).unsqueeze(1))
+    torch.manual_seed(1)
+    blocks, scales, want = packed(torch.randn(960, 64) * torch.logspace(-9, 9, 960).unsqueeze(1))
     assert len(set(blocks.flatten().tolist())) == 256
     assert torch.equal(Mxfp4Weight(blocks.flatten(1), scales).dequantised(), want)
