@@ -16,6 +16,7 @@ from client import Asked
 from http_tools import MARKS, TEMPLATE, TOOL
 from record import record, table
 from serving import served
+from shapes import write_tokenizer
 from tokenizers import Tokenizer
 from workloads import WORKLOADS
 
@@ -43,7 +44,9 @@ def run() -> None:
 
 
 def with_calls(folder: Path) -> None:
-    """A template and marks as models have them that write calls."""
+    """A template and marks as models have them that write calls, whose ids are the model's last."""
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    write_tokenizer(folder, vocabulary - len(MARKS))
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.add_tokens(MARKS)

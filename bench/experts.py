@@ -20,7 +20,6 @@ from kvline_server.kernels.cuda_experts import (
     ExpertGemms,
     ReplayTime,
     routed,
-    tile_rows,
 )
 from kvline_server.kernels.experts import Given, Layer, Routing
 
@@ -100,7 +99,7 @@ def measured(
     read = met * layers[0].nbytes // logits.shape[1]
 
     def both(choice: int) -> float:
-        pairs = routed(logits, routing, Given(len(x)), tile_rows(choice))
+        pairs = routed(logits, routing, Given(len(x)), gemms.tile_rows(choice))
 
         def work(count: int) -> None:
             for layer in layers[:count]:

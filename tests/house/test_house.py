@@ -151,6 +151,7 @@ def test_the_readme_stays_short() -> None:
                 "kernels/triton_experts.py",
                 "kernels/triton_fp8.py",
                 "kernels/triton_kernels.py",
+                "kernels/triton_mxfp4.py",
             ),
         ),
         ("cuda", ("memory/cuda.py", "kernels/cubins.py")),

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from kvline_contract import memory
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels import mxfp4
-from kvline_server.kernels.experts import Given
-from kvline_server.kernels.mxfp4 import Mxfp4Weight
+from kvline_server.kernels.experts import ExpertWeight, Given
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model import shard
 from kvline_server.model.config import read_config
@@ -122,7 +122,8 @@ def test_a_rank_has_its_columns_of_every_expert_gate_before_up(
             assert isinstance(layer.down, Mxfp4Weight) == (folder == both[0])
 
 
-def plain_of(weight: torch.Tensor | Mxfp4Weight) -> torch.Tensor:
+def plain_of(weight: ExpertWeight) -> torch.Tensor:
+    assert not isinstance(weight, PackedMxfp4)
     return weight.dequantised() if isinstance(weight, Mxfp4Weight) else weight
 
 

@@ -22,9 +22,16 @@ from cuda.bindings import driver
 from kvline_server.memory.cuda import call
 
 # Modules beside this one.
-SOURCES = ("triton_kernels", "triton_cache", "triton_attention", "triton_fp8", "triton_experts")
+SOURCES = (
+    "triton_kernels",
+    "triton_cache",
+    "triton_attention",
+    "triton_fp8",
+    "triton_experts",
+    "triton_mxfp4",
+)
 # Modules whose lists the numbers of tuning.Choices are indices of.
-CHOOSERS = ("bf16_linear", "fp8_linear", "cuda_experts")
+CHOOSERS = ("bf16_linear", "fp8_linear", "cuda_experts", "cuda_mxfp4")
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
@@ -39,7 +46,7 @@ TRITON_TYPES = {
 CHAINED = (
     *("one_row", "write", "write_fp8", "one_shot", "one_shot_ll"),
     *("quantise", "scaled", "add_parts", "one_row_fp8"),
-    *("route", "sort", "grouped", "add_chosen"),
+    *("route", "sort", "grouped", "grouped_mxfp4", "add_chosen"),
     *("attend_fp8", "merge_splits", "apply_sinks", "copy_pages"),
 )
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute

@@ -84,7 +84,9 @@ ReplayTime = Callable[[Callable[[int], None], int, float], float]
 
 class ExpertGemms:
     """`choices` are those of all GEMMs, in which a mixture has the shape of gate_up;
-    `activate` is Rows.activate_and_mul."""
+    `activate` is Rows.activate_and_mul. Of unquantised weights; other formats replace the rest."""
+
+    numbers = range(TORCH, len(TILES))  # of choices
 
     def __init__(
         self, choices: Choices, activate: Callable[[torch.Tensor, str], torch.Tensor]
@@ -108,12 +110,20 @@ class ExpertGemms:
             return made
         if choice is None:
             choice = self.choice(len(x), routing.chosen, layer)
-        pairs = routed(logits, routing, given, tile_rows(choice))
+        pairs = routed(logits, routing, given, self.tile_rows(choice))
         by_place = self.both(x, layer, pairs, routing.activation, choice)
         parts = -(-x.shape[1] // ADDED)
         sums = (by_place, pairs.places, pairs.weights, made, pairs.chosen, x.shape[1], parts)
         launch(_add_variant(x.dtype), len(x) * parts, *sums)
         return made
+
+    def tile_rows(self, choice: int) -> int | None:
+        """What `routed` needs to know of a choice."""
+        return None if choice == TORCH else TILES[choice].rows
+
+    def tried(self, pairs: int, experts: int) -> list[int]:
+        """The choices that a trial compares."""
+        return [TORCH, *candidates(pairs, experts)]
 
     def both(
         self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str, choice: int
@@ -146,7 +156,7 @@ class ExpertGemms:
             for (count, *shape), choice in self.choices.items()
             if shape == list(layer.gate_up.shape)
         ]
-        return min(tried)[1] if tried else candidates(rows * chosen, layer.experts)[-1]
+        return min(tried)[1] if tried else self.tried(rows * chosen, layer.experts)[-1]
 
     @torch.inference_mode()
     def tune(
@@ -166,9 +176,8 @@ class ExpertGemms:
                 )
                 for count in rows
             }
-        there = range(TORCH, len(TILES))
         mine = {key: at for key, at in known.items() if key[1:] == (outputs, inputs)}
-        self.choices.update({key: at for key, at in mine.items() if at in there})
+        self.choices.update({key: at for key, at in mine.items() if at in self.numbers})
 
     def _fastest(
         self, layers: list[Layer], routing: Routing, rows: int, replay_time: ReplayTime
@@ -188,7 +197,7 @@ class ExpertGemms:
         rows, experts = logits.shape
         x = _drawn(layers[0], rows, layers[0].gate_up.shape[1])
         times: dict[int, float] = {}
-        for choice in (TORCH, *candidates(rows * routing.chosen, experts)):
+        for choice in self.tried(rows * routing.chosen, experts):
 
             def work(count: int, choice: int = choice) -> None:
                 for layer in layers[:count]:
@@ -249,11 +258,6 @@ def routed(logits: torch.Tensor, routing: Routing, given: Given, tile: int | Non
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
     """Tiles of `rows` pairs of one expert each, whatever the routing is."""
     return (pairs + min(pairs, experts) * (rows - 1)) // rows
-
-
-def tile_rows(choice: int) -> int | None:
-    """What `routed` needs to know of a choice."""
-    return None if choice == TORCH else TILES[choice].rows
 
 
 def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile) -> torch.Tensor:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvline_server.kernels.mxfp4 import Mxfp4Weight
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 
-ExpertWeight = torch.Tensor | Mxfp4Weight
+ExpertWeight = torch.Tensor | Mxfp4Weight | PackedMxfp4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Layer:
     def scales_nbytes(self) -> int:
         """Of them, those of the weights' scales."""
         weights = (self.gate_up, self.down)
-        return sum(each.scales.nbytes for each in weights if isinstance(each, Mxfp4Weight))
+        return sum(each.scales.nbytes for each in weights if not isinstance(each, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Given:
 
 
 class Experts(ABC):
-    def pack(self, weight: Mxfp4Weight) -> Mxfp4Weight:
+    def pack(self, weight: Mxfp4Weight) -> Mxfp4Weight | PackedMxfp4:
         """A weight of all experts of a layer, as it is loaded, in the layout that is fastest."""
         return weight
 

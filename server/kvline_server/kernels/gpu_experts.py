@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from kvline_server.kernels.cuda_experts import ExpertGemms
+from kvline_server.kernels.cuda_mxfp4 import Mxfp4Gemms, packed
 from kvline_server.kernels.experts import Experts, Given, Layer, Routing
 from kvline_server.kernels.formats import replay_time
 from kvline_server.kernels.group import Group
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
 
@@ -16,14 +18,22 @@ class GpuExperts(Experts):
     def __init__(self, choices: Choices, rows: Rows, group: Group) -> None:
         """`choices` are those of all GEMMs."""
         self.group = group
-        self._gemms = ExpertGemms(choices, rows.activate_and_mul)
+        self._plain = ExpertGemms(choices, rows.activate_and_mul)
+        self._mxfp4 = Mxfp4Gemms(choices, rows.activate_and_mul)
+
+    def pack(self, weight: Mxfp4Weight) -> PackedMxfp4:
+        return packed(weight)
 
     def run(
         self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given
     ) -> torch.Tensor:
-        return self._gemms.run(x, logits, layer, routing, given, self.group.buffer(*x.shape))
+        return self._gemms(layer).run(x, logits, layer, routing, given, self.group.buffer(*x.shape))
 
     def tune(
         self, layers: list[Layer], routing: Routing, rows: list[int], known: Choices | None
     ) -> None:
-        self._gemms.tune(layers, routing, rows, known, replay_time)
+        self._gemms(layers[0]).tune(layers, routing, rows, known, replay_time)
+
+    def _gemms(self, layer: Layer) -> ExpertGemms:
+        """Those of the weights' format."""
+        return self._mxfp4 if isinstance(layer.gate_up, PackedMxfp4) else self._plain

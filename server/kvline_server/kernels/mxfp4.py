@@ -46,6 +46,22 @@ class Mxfp4Weight:
         return numbers.mul_(scales.unsqueeze(-1)).view(self.shape).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedMxfp4:
+    """[out, in], as our kernel reads it (cuda_mxfp4.packed)."""
+
+    values: torch.Tensor  # int16 [out / 32, units, 32 rows, 32]
+    scales: torch.Tensor  # int32 [out / 32, units, 32 rows], four exponents each
+    shape: torch.Size
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+
 @functools.cache
 def _pairs(device: torch.device) -> torch.Tensor:
     """The two numbers of each byte, float32, as the bytes of an int64: [256]"""

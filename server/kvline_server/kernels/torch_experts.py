@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from kvline_server.kernels.experts import Experts, ExpertWeight, Given, Layer, Routing
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
@@ -92,8 +93,9 @@ def run(
     return out
 
 
-def _of(weight: ExpertWeight, expert: int, rows: int) -> ExpertWeight:
+def _of(weight: ExpertWeight, expert: int, rows: int) -> torch.Tensor | Mxfp4Weight:
     """An expert's, which has so many rows."""
+    assert not isinstance(weight, PackedMxfp4)  # which is a GPU's
     return weight[expert * rows : (expert + 1) * rows]
 
 
@@ -101,7 +103,9 @@ def _bias(every: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if every is None else every[expert]
 
 
-def _linear(x: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor | Mxfp4Weight, bias: torch.Tensor | None
+) -> torch.Tensor:
     """x W^T + b; some outputs after the other where the weight is in 4 bits, so that a step takes
     no more memory for it, and on a CPU what is dequantised is used while it is in a cache."""
     if isinstance(weight, torch.Tensor):

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight, fits
-from kvline_server.kernels.mxfp4 import Mxfp4Weight
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.projection import Projection
 from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import WHOLE, Shard
@@ -144,7 +144,7 @@ class Tensors:
         """A GEMM's weight, in the layout that is fastest for its kernel."""
         return weight
 
-    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight:
+    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight | PackedMxfp4:
         """As `pack`, of experts."""
         return weight
 

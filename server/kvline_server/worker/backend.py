@@ -153,13 +153,14 @@ def _cuda_kernels(
         why = f"compute capability {capability[0]}.{capability[1]} is not {HOPPER}.x"
     else:
         try:
-            from kvline_server.kernels import cuda_experts, cuda_write
+            from kvline_server.kernels import cuda_experts, cuda_mxfp4, cuda_write
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             shape = model.heads, model.kv_heads, model.head_dim
             cuda_write.check(*shape)
             if (many := model.experts) is not None:
                 cuda_experts.check(many.count, many.chosen, model.hidden, model.intermediate)
+                cuda_mxfp4.check(many.mxfp4, many.bias, model.hidden, model.intermediate)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
                 return FlashInferKernels(*shape, group, cache, windows)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing

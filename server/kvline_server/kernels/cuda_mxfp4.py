@@ -1,0 +1,137 @@
+"""Experts in MXFP4 on a GPU: our Triton kernel (triton_mxfp4.py), which reads the weights packed.
+
+Packing changes no number: it puts those of a unit, 128 of a row, where the kernel's shifts find
+them, and what 32 rows have of a unit one after the other, so that a program reads whole lines.
+Weights in bfloat16 for prompts, made anew for each step, were measured and left out: for 8,192 rows
+of gpt-oss-20b they would save a seventh of the time and cost it in making them, and need 1.6 GB.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
+from kvline_server.kernels.cuda_experts import ExpertGemms, Pairs
+from kvline_server.kernels.experts import Layer
+from kvline_server.kernels.mxfp4 import BIAS, BLOCK, Mxfp4Weight, PackedMxfp4
+
+UNIT = 4 * BLOCK  # numbers of a row
+GROUP = 32  # rows
+ACTIVATION = "swiglu_oai"  # the kernel's
+PTX = 1  # tests in Triton's interpreter set 0
+PACKED_ROWS = 1 << 15  # at a time
+# bfloat16's exponents: a number of 4 bits begins at 2^-126, which its scale makes up for.
+SHIFT = 126
+LARGEST = 2 * BIAS - SHIFT  # of a scale, as published: 2^1
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Of a program."""
+
+    rows: int
+    outputs: int  # of gate and of up, or of down
+    units: int  # of an iteration
+    warps: int
+    stages: int
+
+
+TILES = (
+    Tile(16, 64, 2, 4, 3),
+    Tile(16, 128, 2, 8, 3),
+    Tile(32, 64, 1, 4, 3),
+    Tile(64, 64, 1, 4, 3),
+    Tile(64, 128, 1, 8, 3),
+    Tile(128, 128, 1, 8, 3),
+)
+
+
+def packed(weight: Mxfp4Weight) -> PackedMxfp4:
+    """Raises RuntimeError for scales that bfloat16's exponents do not reach."""
+    if int(weight.scales.max()) > LARGEST:
+        raise RuntimeError(
+            f"a scale of MXFP4 is larger than 2^{LARGEST - BIAS}, the kernels' limit"
+        )
+    rows = len(weight)
+    parts = [_packed(weight[at : at + PACKED_ROWS]) for at in range(0, rows, PACKED_ROWS)]
+    values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return PackedMxfp4(values, scales, weight.shape)
+
+
+def _packed(weight: Mxfp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, inputs = weight.shape
+    units = -(-inputs // UNIT)
+    nibbles = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).view(rows, inputs)
+    parts = pad(nibbles, (0, units * UNIT - inputs)).view(rows, units, 4, BLOCK)
+    n0, n1, n2, n3 = (parts[:, :, part].to(torch.int32) for part in range(4))
+    words = (n0 & 8) << 12 | (n0 & 7) << 6 | (n1 & 8) << 9 | (n1 & 7) << 3 | (n2 & 8) << 6 | n2 & 7
+    words |= (n3 & 8) << 11 | (n3 & 6) << 9 | (n3 & 1) << 13
+    exponents = pad(weight.scales + SHIFT, (0, 4 * units - inputs // BLOCK))
+    scales = exponents.contiguous().view(torch.int32).view(rows // GROUP, GROUP, units)
+    tiled = words.to(torch.int16).view(rows // GROUP, GROUP, units, BLOCK).transpose(1, 2)
+    return tiled.contiguous(), scales.transpose(1, 2).contiguous()
+
+
+def check(mxfp4: bool, biased: bool, hidden: int, width: int) -> None:
+    """Raises RuntimeError for experts that the kernels do not compute."""
+    if biased and not mxfp4:
+        raise RuntimeError("experts with biases in bfloat16, kernels support them in MXFP4")
+    if mxfp4 and (hidden % GROUP or width % GROUP):
+        sizes = f"experts of {width} columns and hidden size {hidden}"
+        raise RuntimeError(f"{sizes} in MXFP4, kernels support multiples of {GROUP}")
+
+
+class Mxfp4Gemms(ExpertGemms):
+    """Choices are indices of TILES here."""
+
+    numbers = range(len(TILES))
+
+    def tile_rows(self, choice: int) -> int:
+        return TILES[choice].rows
+
+    def tried(self, pairs: int, experts: int) -> list[int]:
+        each = min(64, max(16, 1 << (-(-pairs // experts) - 1).bit_length()))
+        return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
+
+    def both(
+        self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str, choice: int
+    ) -> torch.Tensor:
+        assert activation == ACTIVATION
+        tile, bound = TILES[choice], pairs.tiles.shape[1]
+        hidden, width = x.shape[1], layer.down.shape[1]
+        gated, made = x.new_empty((len(pairs), width)), x.new_empty((len(pairs), hidden))
+        for source, weight, bias, out in (
+            (x, layer.gate_up, layer.gate_up_bias, gated),
+            (gated, layer.down, layer.down_bias, made),
+        ):
+            assert isinstance(weight, PackedMxfp4)
+            (outputs, inputs), units = (out.shape[1], source.shape[1]), weight.values.shape[1]
+            variant = _variant(x.dtype, tile, out is gated, bias is not None)
+            # Without a bias the kernel reads none; any pointer will do.
+            parts = (weight.values, weight.scales, x if bias is None else bias)
+            sizes = (pairs.tiles, bound, out, outputs, inputs, units)
+            programs = bound * -(-outputs // tile.outputs)
+            launch(variant, programs, source, pairs.order, *parts, *sizes)
+        return made
+
+
+def variants(dtype: torch.dtype) -> Iterator[Variant]:
+    """All variants that are launched here."""
+    for tile, (gated, biased) in itertools.product(
+        TILES, ((True, True), (False, True), (False, False))
+    ):
+        yield _variant(dtype, tile, gated, biased)
+
+
+def _variant(dtype: torch.dtype, tile: Tile, gated: bool, biased: bool) -> Variant:
+    kind = f"*{TRITON_TYPES[dtype]}"
+    arguments = (kind, "*i32", "*i16", "*i32", kind, "*i32", "i32", kind, "i32", "i32", "i32")
+    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "UNITS": tile.units, "PTX": PTX}
+    constants = {"GATED": int(gated), "BIASED": int(biased)} | sizes
+    aligned, given = (0, 2, 3, 7, 8, 9), tuple(constants.items())
+    return Variant("grouped_mxfp4", arguments, aligned, given, warps=tile.warps, stages=tile.stages)
