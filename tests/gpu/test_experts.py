@@ -90,7 +90,8 @@ def oracle(x: torch.Tensor, logits: torch.Tensor, layer: Layer, chosen: int) -> 
 
 
 def dense(weight: ExpertWeight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantised()
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:

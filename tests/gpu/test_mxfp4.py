@@ -29,10 +29,11 @@ class Mixture:
         """As published, and as the kernel reads it."""
         torch.manual_seed(0)
         e, h, w = self.experts, self.hidden, self.width
-        weights = weight(e * 2 * w, h), weight(e * h, w)
+        gate_up, down = weight(e * 2 * w, h), weight(e * h, w)
         first, last = (torch.randn((e, n), device="cuda", dtype=torch.bfloat16) for n in (2 * w, h))
         biases = (first, last if down_bias else None)
-        return Layer(*weights, *biases), Layer(*map(packed, weights), *biases)
+        packs = packed(gate_up), packed(down)
+        return Layer(gate_up, down, *biases), Layer(*packs, *biases)
 
     @property
     def routing(self) -> Routing:
