@@ -1,17 +1,18 @@
 """The shapes of the GPU figures, with random weights: Llama-3.1-8B and Qwen3-0.6B in all of them,
 Llama-3.1-70B where there are several GPUs, Qwen3-30B-A3B of mixtures of experts, Gemma-3-12B of
-sliding windows; of Llamas with weights in fp8 too."""
+sliding windows, gpt-oss' of experts in 4 bits; of Llamas with weights in fp8 too."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvline_server.model.config import Experts, ModelConfig, Norms, Rope
+from kvline_server.model.config import Experts, ModelConfig, Norms, Rope, YarnScaling
 from kvline_server.model.quantization import FIELD, Quantization
 
 LLAMA8B = ModelConfig(
@@ -76,6 +77,32 @@ GEMMA12B = replace(
     activation="gelu_tanh",
     embedding_scale=3840**0.5,
 )
+_YARN = YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False, longest=131072)
+
+
+def _experts(count: int = 32, mxfp4: bool = True) -> Experts:
+    """gpt-oss'."""
+    more: dict[str, Any] = {"router": "router", "bias": True, "stacked": True}
+    return Experts(count, 4, True, "mlp.", mxfp4=mxfp4, **more)
+
+
+GPTOSS20B = replace(
+    LLAMA8B,
+    architecture="GptOssForCausalLM",
+    layers=24,
+    hidden=2880,
+    intermediate=2880,
+    heads=64,
+    head_dim=64,
+    vocabulary=201088,
+    windows=(128, 0) * 12,
+    rope=Rope(150_000.0, _YARN),
+    experts=_experts(),
+    activation="swiglu_oai",
+    qkv_bias=True,
+    output_bias=True,
+    sinks=True,
+)
 BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
 SHAPES = {
     "llama8b": LLAMA8B,
@@ -83,13 +110,20 @@ SHAPES = {
     "llama70b": LLAMA70B,
     "qwen30b": QWEN30B,
     "gemma12b": GEMMA12B,
+    "gptoss20b": GPTOSS20B,
+    "gptoss20b-bf16": replace(GPTOSS20B, experts=_experts(mxfp4=False)),
+    "gptoss120b": replace(GPTOSS20B, layers=36, windows=(128, 0) * 18, experts=_experts(count=128)),
     "llama8b-fp8": replace(LLAMA8B, quantization=BY_CHANNEL),
     "llama8b-fp8-block": replace(LLAMA8B, quantization=IN_BLOCKS),
     "llama70b-fp8": replace(LLAMA70B, quantization=BY_CHANNEL),
 }
 ON_ONE_GPU = ("llama8b", "qwen06b")
 # The model that one is compared with, and what results call the difference.
-TWINS = {"llama8b-fp8": ("llama8b", "fp8"), "llama8b-fp8-block": ("llama8b", "fp8block")}
+TWINS = {
+    "llama8b-fp8": ("llama8b", "fp8"),
+    "llama8b-fp8-block": ("llama8b", "fp8block"),
+    "gptoss20b": ("gptoss20b-bf16", "mxfp4"),
+}
 _FP8 = {"num_bits": 8, "type": "float"}
 _GROUP = {
     "targets": ["Linear"],
@@ -134,7 +168,10 @@ def write_config(name: str, folder: Path) -> Path:
         "model_type": "qwen3" if shape["qk_norm"] else "llama",
         "torch_dtype": "bfloat16",
     }
-    if (many := SHAPES[name].experts) is not None:
+    many = SHAPES[name].experts
+    if many is not None and many.stacked:
+        body |= _gpt_oss(SHAPES[name], many)
+    elif many is not None:
         body |= {
             "model_type": "qwen3_moe",
             "num_experts": many.count,
@@ -142,7 +179,7 @@ def write_config(name: str, folder: Path) -> Path:
             "norm_topk_prob": many.renormalise,
             "moe_intermediate_size": shape["intermediate"],
         }
-    if SHAPES[name].windows:
+    if SHAPES[name].local_rope is not None:
         body |= {
             "model_type": "gemma3_text",
             "hidden_activation": "gelu_pytorch_tanh",
@@ -156,6 +193,38 @@ def write_config(name: str, folder: Path) -> Path:
         body[FIELD] = QUANTIZATION_CONFIGS[how]
     (folder / "config.json").write_text(json.dumps(body))
     return folder
+
+
+def _gpt_oss(model: ModelConfig, many: Experts) -> dict[str, Any]:
+    """The fields of config.json that are its own."""
+    scaling = model.rope.scaling
+    assert isinstance(scaling, YarnScaling)
+    body: dict[str, Any] = {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "num_local_experts": many.count,
+        "num_experts_per_tok": many.chosen,
+        "experts_per_token": many.chosen,
+        "swiglu_limit": 7.0,
+        "sliding_window": max(model.windows),
+        "layer_types": [
+            "sliding_attention" if window else "full_attention" for window in model.windows
+        ],
+        "initial_context_length": scaling.original_max_position,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            "original_max_position_embeddings": scaling.original_max_position,
+        },
+    }
+    if many.mxfp4:
+        names = ("model.layers.*.self_attn", "model.layers.*.mlp.router")
+        excepted = [*names, "model.embed_tokens", "lm_head"]
+        body[FIELD] = {"quant_method": "mxfp4", "modules_to_not_convert": excepted}
+    return body
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -81,6 +81,11 @@ def test_what_requests_need_of_the_experts_takes_its_time_to_read() -> None:
     every = 48 * 128 * 3 * 768 * 2048 * 2 / 4.2e12 * 1e3
     assert reads.experts_ms(shape, shape.experts, 256) == pytest.approx(every)
     assert reads.experts_ms(shape, shape.experts, 1) == pytest.approx(every * 8 / 128)
+    for name, size in (("gptoss20b", 17 / 32), ("gptoss20b-bf16", 2)):  # bytes of a number
+        model, many = shapes.SHAPES[name], shapes.SHAPES[name].experts
+        assert many is not None
+        want = 1e3 * 24 * 4 * 3 * 2880 * 2880 * size / reads.BANDWIDTH
+        assert reads.experts_ms(model, many, 1) == pytest.approx(want)
 
 
 def test_without_a_gpu_its_kernels_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,19 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mxfp4_checkpoints import CONFIG, change
 from servers import launch_config
 from test_size import size
 from waiting import limit
 
 from kvline_contract.codec import ContractError
-from kvline_contract.launch import CapacityOptions, Device, EngineOptions, KVCacheDtype
+from kvline_contract.launch import CapacityOptions, Device, EngineOptions, KVCacheDtype, LoadFormat
 from kvline_contract.report import SizingReport
 from kvline_operator.plan.forecast import estimates
 from kvline_operator.store.capacity_status import CapacityStatus
@@ -77,6 +80,54 @@ def test_memory_is_compared_on_a_cpu_up_to_the_container_s_limit() -> None:
         check_memory(every, 1 << 30)
     with pytest.raises(ContractError, match=r"^memory=1.5Gi: memory of the host holds no KV cache"):
         choices("memory=1.5Gi", replace(GIVEN, device=Device.CUDA))
+
+
+@pytest.mark.process
+def test_experts_in_4_bits_are_compared_with_those_that_are_not(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Random ones, of the same config.json; the waterfall of each has its weights as they are."""
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 24}
+    (tmp_path / "config.json").write_bytes((make_model("gpt-oss") / "config.json").read_bytes())
+    change(tmp_path, quantization_config=CONFIG, **shape)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    words = ("--load", "random", "--compare", "weights=unquantised", "--json")
+    found = json.loads(size(tmp_path, *words).stdout)
+    packed, plain = (
+        {part["name"]: part["mib"] for part in report["result"]["memory"]["parts"]}
+        for report in found.values()
+    )
+    numbers = 4 * 24 * 3 * 256 * 512  # of all layers' experts
+    assert list(found) == [AS_GIVEN, "weights=unquantised"]
+    assert packed["experts"] == pytest.approx(numbers / 2 / 2**20, abs=2)
+    assert packed["scales"] == pytest.approx(numbers / 32 / 2**20, abs=1)
+    assert plain["experts"] == pytest.approx(4 * numbers / 2**20, abs=2)
+    assert "scales" not in plain
+    tokens = [report["result"]["kvTokens"] for report in found.values()]
+    assert tokens[0] > tokens[1]
+    details = [stage["detail"] for stage in found[AS_GIVEN]["stages"] if stage["name"] == "load"]
+    assert details[0].startswith("random, 18 MiB of experts in MXFP4 with 1 MiB of scales")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("load", "quantised", "why"),
+    [
+        (LoadFormat.RANDOM, False, "config.json has no quantization_config"),
+        (LoadFormat.WEIGHTS, True, "weights=unquantised: the files have .*: add --load random"),
+    ],
+)
+def test_weights_that_cannot_be_otherwise_are_not_compared(
+    load: LoadFormat, quantised: bool, why: str, tmp_path: Path
+) -> None:
+    config = {"quantization_config": CONFIG} if quantised else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = launch_config(tmp_path)
+    given = replace(given, model=replace(given.model, load_format=load))
+    with pytest.raises(ContractError, match=why):
+        choices("weights=unquantised", given, tmp_path)
+    with pytest.raises(ContractError, match=r"^weights=int8: expected weights=unquantised"):
+        choices("weights=int8", given, tmp_path)
 
 
 def test_every_setting_of_the_engine_can_be_compared() -> None:

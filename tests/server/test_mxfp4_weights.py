@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from kvline_contract import memory
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels import mxfp4
-from kvline_server.kernels.experts import Given
-from kvline_server.kernels.mxfp4 import Mxfp4Weight
+from kvline_server.kernels.experts import ExpertWeight, Given
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model import shard
 from kvline_server.model.config import read_config
@@ -122,7 +122,8 @@ def test_a_rank_has_its_columns_of_every_expert_gate_before_up(
             assert isinstance(layer.down, Mxfp4Weight) == (folder == both[0])
 
 
-def plain_of(weight: torch.Tensor | Mxfp4Weight) -> torch.Tensor:
+def plain_of(weight: ExpertWeight) -> torch.Tensor:
+    assert not isinstance(weight, PackedMxfp4)
     return weight.dequantised() if isinstance(weight, Mxfp4Weight) else weight
 
 
@@ -290,7 +291,21 @@ def test_an_expert_without_rows_is_not_dequantised(
     assert counted == [128, 64] * 2
 
 
+def test_experts_that_are_dequantised_in_parts_answer_as_those_at_once(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parts that do not divide the outputs, of 5 rows for each of 64 columns."""
+    packed, plain = (decoder(folder).experts()[0] for folder in both)
+    x, logits = torch.randn(50, 64), torch.randn(50, 4)
+    kernels = TorchKernels()
+    want = kernels.experts.run(x, logits, plain.layer, plain.routing, Given(50))
+    monkeypatch.setattr("kvline_server.kernels.torch_experts.AT_ONCE", 64 * 5 + 3)
+    got = kernels.experts.run(x, logits, packed.layer, packed.routing, Given(50))
+    assert torch.allclose(got, want, atol=1e-4)
+
+
 def test_every_byte_stands_for_the_numbers_that_it_was_packed_from() -> None:
-    blocks, scales, want = packed(torch.randn(96, 64) * torch.logspace(-9, 9, 96).unsqueeze(1))
+    torch.manual_seed(1)
+    blocks, scales, want = packed(torch.randn(960, 64) * torch.logspace(-9, 9, 960).unsqueeze(1))
     assert len(set(blocks.flatten().tolist())) == 256
     assert torch.equal(Mxfp4Weight(blocks.flatten(1), scales).dequantised(), want)

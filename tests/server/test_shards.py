@@ -202,10 +202,8 @@ def same_experts(mine: Experts, whole: Experts, count: int, gate: list[int], wid
 
 def weights_of(made: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all experts of a layer, gate and up, and down."""
-    first, last = (
-        each if isinstance(each, torch.Tensor) else each.dequantised()
-        for each in (made.layer.gate_up, made.layer.down)
-    )
+    first, last = made.layer.gate_up, made.layer.down
+    assert isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor)
     return first, last
 
 

@@ -307,7 +307,7 @@ def _run(arguments: argparse.Namespace) -> int:
             size.check_writable(arguments.write_record)
         if comparison is not None:
             try:
-                every = compare.choices(comparison, launch)
+                every = compare.choices(comparison, launch, own)
                 compare.check_memory(every, container_limit())
             except ContractError as error:
                 build_parser().error(f"argument --compare: {error}")

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvline_contract.codec import ContractError, camel, encode
-from kvline_contract.launch import Device, EngineOptions, LaunchConfig
+from kvline_contract.launch import Device, EngineOptions, LaunchConfig, LoadFormat
 from kvline_contract.memory import KV_CACHE, LOADED
 from kvline_contract.report import SizingReport
 from kvline_server.command.size import INTERRUPTED, add_record, measure
 from kvline_server.errors import ModelUnsupported
-from kvline_server.model import shard
+from kvline_server.model import quantization, shard
 from kvline_server.model.config import read_config
+from kvline_server.model.fields import read_json
 from kvline_server.options.flags import quantity, with_flag_names
 from kvline_server.parent.supervisor import Supervisor
 
@@ -40,6 +41,8 @@ SETTINGS = {
     "headroomMiB": ("capacity", "headroomMiB"),
 }
 MEMORY = "memory"  # the container's limit, which no launch file has
+WEIGHTS, UNQUANTISED = "weights", "unquantised"  # which is of random ones alone
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,16 @@ class Measured:
     report: SizingReport
 
 
-def choices(text: str, launch: LaunchConfig) -> list[Choice]:
+def choices(text: str, launch: LaunchConfig, own: Path = Path()) -> list[Choice]:
     """The launch as it is, then with each change of `text` alone, such as
-    kvCacheDtype=fp8,gpus=2. Raises ContractError."""
+    kvCacheDtype=fp8,gpus=2. What a choice needs of files is written into the folder `own`. Raises
+    ContractError."""
     every = [each.strip() for each in text.split(",")]
     if launch.capacity.kv_tokens is not None:
         raise ContractError("a pinned kvTokens is the budget of every choice: leave it out")
     if len(every) > MAX_CHOICES:
         raise ContractError(f"expected at most {MAX_CHOICES} choices, got {len(every)}")
-    made = [Choice(AS_GIVEN, launch), *(_choice(each, launch) for each in every)]
+    made = [Choice(AS_GIVEN, launch), *(_choice(each, launch, own) for each in every)]
     if len(set(every)) < len(every):
         raise ContractError("expected each choice once")
     return made
@@ -90,8 +94,10 @@ def check_memory(every: list[Choice], limit: int | None) -> None:
             )
 
 
-def _choice(choice: str, launch: LaunchConfig) -> Choice:
+def _choice(choice: str, launch: LaunchConfig, own: Path) -> Choice:
     field, _, value = choice.partition("=")
+    if field == WEIGHTS and value:
+        return Choice(choice, _unquantised(choice, launch, own))
     if field != MEMORY or not value:
         return Choice(choice, _changed(choice, launch))
     if launch.device is Device.CUDA:
@@ -102,10 +108,31 @@ def _choice(choice: str, launch: LaunchConfig) -> Choice:
         raise ContractError(f"{choice[:80]}: {error}") from None
 
 
+def _unquantised(choice: str, launch: LaunchConfig, own: Path) -> LaunchConfig:
+    """Of a folder with the same config.json, without its quantisation."""
+    field, _, value = choice.partition("=")
+    if value != UNQUANTISED:
+        raise ContractError(f"{choice[:80]}: expected {field}={UNQUANTISED}")
+    if launch.model.load_format is not LoadFormat.RANDOM:
+        why = "the files have weights of one format, and random ones can have another"
+        raise ContractError(f"{choice}: {why}: add --load random")
+    source = Path(launch.model.path) / CONFIG
+    config = read_json(source)
+    if not config.pop(quantization.FIELD, None):
+        raise ContractError(f"{choice}: {source} has no {quantization.FIELD}")
+    folder = own / UNQUANTISED
+    folder.mkdir()
+    for file in source.parent.resolve().iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / CONFIG).unlink()
+    (folder / CONFIG).write_text(json.dumps(config))
+    return replace(launch, model=replace(launch.model, path=str(folder)))
+
+
 def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
     field, _, value = choice.partition("=")
     if field not in SETTINGS or not value:
-        known = ", ".join((*SETTINGS, MEMORY))
+        known = ", ".join((*SETTINGS, MEMORY, WEIGHTS))
         raise ContractError(f"expected FIELD=VALUE, of {known}; got {choice[:80]!r}")
     document: dict[str, Any] = encode(launch)
     into = document

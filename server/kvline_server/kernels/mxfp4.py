@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +39,11 @@ class Mxfp4Weight:
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[out, in]; exact in bfloat16 too, but for what its exponents do not reach."""
-        table = torch.tensor((*NUMBERS, *(-n for n in NUMBERS)), device=self.values.device)
-        ids = torch.stack((self.values & 15, self.values >> 4), dim=-1).int()
-        numbers = table[ids].view(len(self), -1, BLOCK)
+        pairs = _pairs(self.values.device)
+        found = pairs.index_select(0, self.values.flatten().int())  # both numbers of a byte
+        numbers = found.view(torch.float32).view(len(self), -1, BLOCK)
         scales = torch.exp2(self.scales.float() - BIAS)
-        return (numbers * scales.unsqueeze(-1)).view(self.shape).to(dtype)
+        return numbers.mul_(scales.unsqueeze(-1)).view(self.shape).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,10 @@ class PackedMxfp4:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
+
+
+@functools.cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two numbers of each byte, float32, as the bytes of an int64: [256]"""
+    table, ids = torch.tensor((*NUMBERS, *(-n for n in NUMBERS))), torch.arange(256)
+    return torch.stack((table[ids & 15], table[ids >> 4]), dim=1).view(torch.int64)[:, 0].to(device)

@@ -10,12 +10,13 @@ import torch
 from torch.nn.functional import linear, pad
 
 from kvline_server.kernels.experts import Experts, ExpertWeight, Given, Layer, Routing
-from kvline_server.kernels.mxfp4 import PackedMxfp4
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
 
 ROWS = 512  # of one expert at a time: what a step takes is bounded however unequal the routing is
+AT_ONCE, ON_GPU = 1 << 20, 1 << 24  # numbers of 4 bits that are dequantised at a time
 
 
 class TorchExperts(Experts):
@@ -82,23 +83,40 @@ def run(
     for expert, some in enumerate(torch.split(order, counts)):
         if not len(some):  # what is in 4 bits is dequantised for rows alone
             continue
-        first = _of(layer.gate_up, expert, width, x.dtype)
-        last = _of(layer.down, expert, hidden, x.dtype)
+        inputs, outputs = _of(layer.gate_up, expert, width), _of(layer.down, expert, hidden)
         for at in range(0, len(some), ROWS):
             pair = some[at : at + ROWS]
             row = pair // routes.ids.shape[1]
-            both = linear(x[row], first, _bias(layer.gate_up_bias, expert))
-            made = linear(activate(both), last, _bias(layer.down_bias, expert))
+            both = _linear(x[row], inputs, _bias(layer.gate_up_bias, expert))
+            made = _linear(activate(both), outputs, _bias(layer.down_bias, expert))
             out.index_add_(0, row, made * weights[pair])
     return out
 
 
-def _of(weight: ExpertWeight, expert: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+def _of(weight: ExpertWeight, expert: int, rows: int) -> torch.Tensor | Mxfp4Weight:
     """An expert's, which has so many rows."""
     assert not isinstance(weight, PackedMxfp4)  # which is a GPU's
-    own = weight[expert * rows : (expert + 1) * rows]
-    return own if isinstance(own, torch.Tensor) else own.dequantised(dtype)
+    return weight[expert * rows : (expert + 1) * rows]
 
 
 def _bias(every: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if every is None else every[expert]
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor | Mxfp4Weight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x W^T + b; some outputs after the other where the weight is in 4 bits, so that a step takes
+    no more memory for it, and on a CPU what is dequantised is used while it is in a cache."""
+    if isinstance(weight, torch.Tensor):
+        return linear(x, weight, bias)
+    step = max(1, (ON_GPU if x.is_cuda else AT_ONCE) // weight.shape[1])
+    made = [
+        linear(x, weight[at : at + step].dequantised(x.dtype), _some(bias, at, step))
+        for at in range(0, len(weight), step)
+    ]
+    return torch.cat(made, dim=1) if len(made) > 1 else made[0]
+
+
+def _some(bias: torch.Tensor | None, at: int, count: int) -> torch.Tensor | None:
+    return None if bias is None else bias[at : at + count]

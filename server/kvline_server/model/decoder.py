@@ -213,7 +213,7 @@ class Decoder:
 
     def experts(self) -> list[Experts]:
         """Each layer's mixture; none of a dense model."""
-        return [each.mlp for each in self.weights.layers if isinstance(each.mlp, Experts)]
+        return self.weights.experts()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given, of this rank's tokens. [rows, hidden] -> [rows, tokens]"""

@@ -31,7 +31,9 @@ class Experts:
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
         router = [Rows(own + many.router, every, many.count)]
         self.router = projection(tensors, router, c.hidden, many.bias)
+        before = tensors.counts.copy()
         self.layer = expert_weights.read(tensors, c, many, own)
+        self.counts = tensors.counts - before  # elements by dtype, as the files have them
 
     @property
     def projections(self) -> tuple[Projection, ...]:

@@ -8,6 +8,7 @@ evicted by the kernel and would not count against the container's limit.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import torch
 
 from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
 from kvline_server.errors import ModelInvalid
-from kvline_server.kernels.experts import Layer as LayerExperts
 from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
@@ -53,26 +53,32 @@ class Weights:
         self.counts = tensors.counts  # elements by dtype
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """In a model of this dtype."""
-        return sum(n * (kind or dtype).itemsize for kind, n in self.counts.items())
+        """In a model of this dtype, but for what a kernel's layout adds."""
+        return _nbytes(self.counts, dtype)
 
     def parts(self) -> tuple[OwnedPart, ...]:
-        experts = sum(each.nbytes for each in self.experts()) - self.expert_scales
+        layers, size = self.experts(), self.embedding.dtype
         sinks = sum(each.numel() for a in self.layers if (each := a.attention.sinks) is not None)
-        scales = (self.counts[torch.float32] - sinks) * 4 + self.expert_scales
-        others = self.nbytes(self.embedding.dtype) - experts - scales
+        of_linears = (self.counts[torch.float32] - sinks) * 4
+        scales = of_linears + self.expert_scales
+        experts = sum(each.layer.nbytes for each in layers) - self.expert_scales
+        others = self.nbytes(size) - of_linears - sum(_nbytes(each.counts, size) for each in layers)
         sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts}
         details = {EXPERTS: MXFP4} if self.expert_scales else {}
         return tuple(OwnedPart(name, n, detail=details.get(name)) for name, n in sizes.items() if n)
 
-    def experts(self) -> list[LayerExperts]:
-        """Of each layer that has them."""
-        return [each.mlp.layer for each in self.layers if isinstance(each.mlp, Experts)]
+    def experts(self) -> list[Experts]:
+        """Each layer's; none of a dense model."""
+        return [each.mlp for each in self.layers if isinstance(each.mlp, Experts)]
 
     @property
     def expert_scales(self) -> int:
         """Bytes."""
-        return sum(each.scales_nbytes for each in self.experts())
+        return sum(each.layer.scales_nbytes for each in self.experts())
+
+
+def _nbytes(counts: Counter[torch.dtype | None], dtype: torch.dtype) -> int:
+    return sum(n * (kind or dtype).itemsize for kind, n in counts.items())
 
 
 class SafetensorsSource:
