@@ -23,7 +23,9 @@ LARGEST = 1e38  # of a number: float32's
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if not path.is_file():
         if found := sorted(path.parent.glob("*.gguf")):
-            served = "served are .safetensors files, unquantised or in fp8, beside a config.json"
+            served = (
+                "served are .safetensors files, unquantised, in fp8 or MXFP4, beside a config.json"
+            )
             raise ModelUnsupported(f"{found[0]}: GGUF is not supported; {served}")
         raise ModelNotFound(f"{path}: no such file; a model folder holds config.json")
     if (size := path.stat().st_size) > limit:
