@@ -13,7 +13,7 @@ import client
 import offline
 import torch
 from client import Asked
-from http_tools import MARKS, TEMPLATE, TOOL
+from http_tools import MARKS, TOOL
 from record import record, table
 from serving import served
 from shapes import write_tokenizer
@@ -21,6 +21,12 @@ from tokenizers import Tokenizer
 from workloads import WORKLOADS
 
 ROUNDS = 8
+# Calls as Hermes writes them; tools are not written, so that prompts are the same with and without.
+TEMPLATE = (
+    "{% if tools %}{% endif %}{{ messages[0].content }}"
+    "{% for c in messages[0].tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}"
+    "{% endfor %}"
+)
 WAYS: dict[str, dict[str, Any]] = {"off": {}, "on": {"tools": [TOOL]}}
 
 
