@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from mxfp4_checkpoints import CONFIG, change
-from servers import launch_config
+from servers import FAULTS, launch_config
 from test_size import size
 from waiting import limit
 
@@ -152,7 +153,11 @@ def test_all_have_the_same_memory(tiny_model: Path) -> None:
     """Of a limit that nobody sets, half of what is free; each measurement looked anew."""
     command = [sys.executable, "-m", "kvline_server", "size", "--model", str(tiny_model), "--json"]
     command += ["--device", "cpu", "--compare", "maxModelLen=64,maxRunningRequests=4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(300), check=True)
+    path = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, "KVLINE_FAULT_FREE": "2048"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=limit(300), check=True
+    )
     totals = [r["result"]["memory"]["totalMiB"] for r in json.loads(done.stdout).values()]
     assert len(totals) == 3 and len(set(totals)) == 1
     assert done.stderr.count("no container limits memory") <= 1

@@ -106,7 +106,9 @@ def test_memory_refused_by_the_device_shrinks_in_the_same_process(
 def test_a_pin_that_does_not_survive_fails_and_is_never_changed(
     start: Callable[..., Server],
 ) -> None:
-    server = start(faults={"KVLINE_FAULT_STEP": "1:oom"})
+    # Of a machine's free memory the advice would map and fill the half.
+    memory = SEARCHED["memory"]
+    server = start(memory=memory, faults={"KVLINE_FAULT_STEP": "1:oom"})
     assert server.end(60) == 40
     ended = server.termination()
     assert "kvTokens pins 2048 tokens" in ended["message"]

@@ -11,6 +11,7 @@ KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
 interpreter lock; KVLINE_FAULT_FRAMES=engine|http|parent makes what that process sends (of the
 engine, its answers) unreadable;
+KVLINE_FAULT_FREE=MIB makes of the machine's free memory so much and what there is beyond whole GiB;
 KVLINE_WATCH_LOOP=file is of loopwatch.py, KVLINE_FORCED=file of forced.py.
 """
 
@@ -153,6 +154,19 @@ def run_out_of_memory() -> None:
     setattr(patched, name, broken)
 
 
+def take_free_memory() -> None:
+    """To fill half of a large machine takes half a minute. What is free differs from one look to
+    the next as it does."""
+    module: Any = importlib.import_module("kvline_server.memory.device")
+    look, least = module.machine_memory, int(os.environ["KVLINE_FAULT_FREE"]) << 20
+
+    def little() -> tuple[int, int]:
+        total, free = look()
+        return total, min(free, least + free % (1 << 30))
+
+    module.machine_memory = little
+
+
 def own_rank() -> int:
     """Of this process, which is one of an engine's."""
     if RANK not in arguments:
@@ -172,6 +186,8 @@ if STEP and BREAKS:
     break_step()
 elif STEP and not OF_ENGINE and HTTP not in arguments:
     count_kills()
+if "KVLINE_FAULT_FREE" in os.environ:
+    take_free_memory()
 if "KVLINE_FORCED" in os.environ and ENGINE in arguments:
     importlib.import_module("forced").force(os.environ["KVLINE_FORCED"])
 if "KVLINE_FAULT_COPY" in os.environ and ENGINE in arguments:
