@@ -155,13 +155,13 @@ def run_out_of_memory() -> None:
 
 
 def take_free_memory() -> None:
-    """To fill half of a large machine takes half a minute. What is free differs from one look to
-    the next as it does."""
+    """To fill half of a large machine takes half a minute. What is free differs from one
+    reading to the next as it does."""
     module: Any = importlib.import_module("kvline_server.memory.device")
-    look, least = module.machine_memory, int(os.environ["KVLINE_FAULT_FREE"]) << 20
+    read, least = module.machine_memory, int(os.environ["KVLINE_FAULT_FREE"]) << 20
 
     def little() -> tuple[int, int]:
-        total, free = look()
+        total, free = read()
         return total, min(free, least + free % (1 << 30))
 
     module.machine_memory = little
