@@ -88,6 +88,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Prompts of the tests are longer than what it was trained for.
     "yarn": ("Qwen3", WIDE | {"max_position_embeddings": 64, "rope_parameters": YARN_ROPE}),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),
+    # For what comes behind the last layer, whose tests run thousands of steps.
+    "qwen3-shallow": ("Qwen3", {"use_sliding_window": False, "num_hidden_layers": 1}),
     "mistral-window": ("Mistral", WIDE | {"sliding_window": 21}),
     "phi3": ("Phi3", PHI3 | {"sliding_window": 21}),
     # Of the reference the first takes the short factors for all of our prompts, the other the long.

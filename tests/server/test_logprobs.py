@@ -64,7 +64,7 @@ MIXES = sorted(
 
 @pytest.fixture(scope="module")
 def made(make_model: Callable[..., Path]) -> Engine:
-    return engine(make_model("qwen3"), step=64)
+    return engine(make_model("qwen3-shallow"), step=64)
 
 
 @pytest.mark.parametrize("first", range(len(KINDS)))
