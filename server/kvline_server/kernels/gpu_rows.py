@@ -20,6 +20,6 @@ class GpuRows(Rows):
         return x
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        gate = flashinfer.silu_and_mul if activation == "silu" else flashinfer.gelu_tanh_and_mul
-        out: torch.Tensor = gate(x)
+        gates = {"silu": flashinfer.silu_and_mul, "gelu_tanh": flashinfer.gelu_tanh_and_mul}
+        out: torch.Tensor = gates[activation](x)
         return out

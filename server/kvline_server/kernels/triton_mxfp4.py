@@ -87,6 +87,40 @@ def _unpacked(words, scales, PTX: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _weight(
+    words,
+    scales,
+    unit,
+    units,
+    PART: tl.constexpr,
+    PTX: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A unit of some rows; of those of an iteration the first is always there."""
+    if PART:
+        w = tl.load(words + unit * (GROUP * WORDS), mask=unit < units, other=0)
+        s = tl.load(scales + unit * GROUP, mask=unit < units, other=0)
+    else:
+        w = tl.load(words + unit * (GROUP * WORDS))
+        s = tl.load(scales + unit * GROUP)
+    return _unpacked(w, s, PTX, DTYPE)
+
+
+@triton.jit
+def _finished(total, up, bias, outputs, GATED: tl.constexpr, BIASED: tl.constexpr):
+    """What follows the product: biases, and of gate and up swiglu_oai."""
+    if BIASED:
+        total += tl.load(bias).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + outputs).to(tl.float32)[:, None]
+    if GATED:
+        total = tl.minimum(total, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        total *= tl.sigmoid(ALPHA * total) * (up + 1.0)
+    return total
+
+
+@triton.jit
 def grouped_mxfp4(
     x,
     order,
@@ -134,29 +168,12 @@ def grouped_mxfp4(
         for part in tl.static_range(UNITS):
             unit = start + part
             a = tl.load(right + unit * UNIT, mask=(at < inputs - unit * UNIT)[:, None], other=0.0)
-            if part:
-                w = tl.load(left + unit * (GROUP * WORDS), mask=unit < units, other=0)
-                s = tl.load(lefts + unit * GROUP, mask=unit < units, other=0)
-            else:
-                w = tl.load(left + unit * (GROUP * WORDS))
-                s = tl.load(lefts + unit * GROUP)
-            total = tl.dot(_unpacked(w, s, PTX, x.dtype.element_ty), a, total)
+            w = _weight(left, lefts, unit, units, part, PTX, x.dtype.element_ty)
+            total = tl.dot(w, a, total)
             if GATED:
-                if part:
-                    w = tl.load(ups + unit * (GROUP * WORDS), mask=unit < units, other=0)
-                    s = tl.load(up_scales + unit * GROUP, mask=unit < units, other=0)
-                else:
-                    w = tl.load(ups + unit * (GROUP * WORDS))
-                    s = tl.load(up_scales + unit * GROUP)
-                up = tl.dot(_unpacked(w, s, PTX, x.dtype.element_ty), a, up)
-    if BIASED:
-        total += tl.load(bias + line).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias + line + outputs).to(tl.float32)[:, None]
-    if GATED:
-        total = tl.minimum(total, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        total *= tl.sigmoid(ALPHA * total) * (up + 1.0)
+                w = _weight(ups, up_scales, unit, units, part, PTX, x.dtype.element_ty)
+                up = tl.dot(w, a, up)
+    total = _finished(total, up, bias + line, outputs, GATED, BIASED)
     into = out + place[None, :].to(tl.int64) * outputs + column[:, None]
     whole = (place < end)[None, :] & (column < outputs)[:, None]
     tl.store(into, total.to(out.dtype.element_ty), mask=whole)
