@@ -108,7 +108,7 @@ def _weight(
 
 @triton.jit
 def _finished(total, up, bias, outputs, GATED: tl.constexpr, BIASED: tl.constexpr):
-    """What follows the product: biases, and of gate and up swiglu_oai."""
+    """What follows the GEMM: biases, and of gate and up swiglu_oai."""
     if BIASED:
         total += tl.load(bias).to(tl.float32)[:, None]
         if GATED:
