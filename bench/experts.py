@@ -1,6 +1,7 @@
-"""A layer's experts, in the shape of Qwen3-30B-A3B, by torch's grouped GEMMs and by our tiles:
-microseconds with all that is around the two GEMMs, those of the GEMMs alone, and the experts'
-weights read a second. Three layers' weights take turns, so they come from memory."""
+"""A layer's experts, in the shape of Qwen3-30B-A3B or another model: microseconds with all that is
+around the two GEMMs, those of the GEMMs alone, and the experts' weights read a second; by torch's
+grouped GEMMs and by our tiles, in MXFP4 by ours alone. Three layers' weights take turns, so they
+come from memory."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import offline
 import torch
 from reads import BANDWIDTH
 from record import record, table
@@ -15,15 +17,14 @@ from shapes import SHAPES
 
 from kvline_server.kernels.cuda_experts import (
     LAYERS,
-    TILES,
-    TORCH,
     ExpertGemms,
     ReplayTime,
     routed,
 )
+from kvline_server.kernels.cuda_mxfp4 import Mxfp4Gemms, packed
 from kvline_server.kernels.experts import Given, Layer, Routing
+from kvline_server.kernels.mxfp4 import Mxfp4Weight
 
-MODEL = "qwen30b"
 ROWS = (1, 8, 64, 256, 1024, 8192)
 Logits = Callable[[int, int, int], torch.Tensor]  # of rows, experts, chosen; [rows, experts]
 KEPT = "random"  # the routing of the recorded figures
@@ -40,7 +41,7 @@ ROUTINGS: dict[str, Logits] = {
 class Timing:
     """Of a choice of cuda_experts, for one layer."""
 
-    choice: int
+    choice: str
     whole: float  # microseconds: routing, both GEMMs, the sum of each row's experts
     both: float  # of the GEMMs with the activation, and of torch's with gathering the rows
     read: int  # bytes of the chosen experts' weights
@@ -57,31 +58,49 @@ def run() -> None:
     from kvline_server.kernels.flashinfer import FlashInferKernels
     from kvline_server.kernels.formats import replay_time
 
-    shape, gpu = SHAPES[MODEL], torch.cuda.get_device_name(0)
-    many = shape.experts
-    assert many is not None
-    routing = Routing(many.chosen, many.renormalise, shape.activation)
-    kernels = FlashInferKernels(shape.heads, shape.kv_heads, shape.head_dim)
-    gemms = ExpertGemms({}, kernels.rows.activate_and_mul)
-    layers = [weights(many.count, shape.hidden, shape.intermediate) for _ in range(LAYERS)]
-    rows = []
-    for kind, made in ROUTINGS.items():
-        for count in ROWS:
-            logits = made(count, many.count, many.chosen).to("cuda", torch.bfloat16)
-            timings = measured(gemms, layers, routing, logits, replay_time)
-            if kind == KEPT:
-                keep(count, timings, gpu)
-            rows += [[kind, str(count), *cells] for cells in shown(timings)]
-            print(*rows[-len(timings) :], sep="\n", flush=True)
-    head = ["routing", "rows", "kernels", "us", "of torch's", "GEMMs us", "GB/s", "share", ""]
-    title = f"Experts of a layer of {MODEL}; share: of {BANDWIDTH / 1e12:.1f} TB/s"
-    table(title, head, rows)
+    gpu = torch.cuda.get_device_name(0)
+    for name in offline.models("qwen30b"):
+        shape, rows = SHAPES[name], []
+        many = shape.experts
+        assert many is not None
+        routing = Routing(many.chosen, many.renormalise, shape.activation)
+        kernels = FlashInferKernels(shape.heads, shape.kv_heads, shape.head_dim)
+        kind = Mxfp4Gemms if many.mxfp4 else ExpertGemms
+        gemms, make = kind({}, kernels.rows.activate_and_mul), mxfp4 if many.mxfp4 else weights
+        layers = [make(many.count, shape.hidden, shape.intermediate) for _ in range(LAYERS)]
+        for played, made in ROUTINGS.items():
+            for count in ROWS:
+                logits = made(count, many.count, many.chosen).to("cuda", torch.bfloat16)
+                timings = measured(gemms, layers, routing, logits, replay_time)
+                if played == KEPT:
+                    keep(count, timings, gpu)
+                rows += [[played, str(count), *cells] for cells in shown(timings)]
+                print(*rows[-len(timings) :], sep="\n", flush=True)
+        head = ["routing", "rows", "kernels", "us", "of the first's", "GEMMs us", "GB/s", "share"]
+        title = f"Experts of a layer of {name}; share: of {BANDWIDTH / 1e12:.1f} TB/s"
+        table(title, [*head, ""], rows)
 
 
 def weights(experts: int, hidden: int, width: int) -> Layer:
     shapes = (experts * 2 * width, hidden), (experts * hidden, width)
     first, last = (torch.randn(each, device="cuda", dtype=torch.bfloat16) for each in shapes)
     return Layer(first.div_(hidden**0.5), last.div_(width**0.5))
+
+
+def mxfp4(experts: int, hidden: int, width: int) -> Layer:
+    """With biases, as gpt-oss has them."""
+    sizes = (experts * 2 * width, hidden), (experts * hidden, width)
+    first, last = (
+        packed(
+            Mxfp4Weight(
+                torch.randint(256, (rows, inputs // 2), device="cuda").to(torch.uint8),
+                torch.randint(118, 122, (rows, inputs // 32), device="cuda").to(torch.uint8),
+            )
+        )
+        for rows, inputs in sizes
+    )
+    biases = (torch.randn((experts, n), device="cuda") for n in (2 * width, hidden))
+    return Layer(first, last, *(each.to(torch.bfloat16) for each in biases))
 
 
 @torch.inference_mode()
@@ -92,7 +111,7 @@ def measured(
     logits: torch.Tensor,
     replay_time: ReplayTime,
 ) -> list[Timing]:
-    """Of every choice that a start would try for so many rows, torch's first."""
+    """Of every choice that a start would try for so many rows, torch's first where it is one."""
     hidden = layers[0].gate_up.shape[1]
     x = torch.randn((len(logits), hidden), device=logits.device).to(logits.dtype)
     met = len(set(logits.topk(routing.chosen).indices.flatten().tolist()))
@@ -108,7 +127,7 @@ def measured(
         return replay_time(work, len(layers), math.inf)
 
     whole = gemms.times(layers, routing, logits, replay_time)
-    return [Timing(choice, took, both(choice), read) for choice, took in whole.items()]
+    return [Timing(gemms.named(choice), took, both(choice), read) for choice, took in whole.items()]
 
 
 def best(timings: list[Timing]) -> Timing:
@@ -117,6 +136,10 @@ def best(timings: list[Timing]) -> Timing:
 
 
 def keep(count: int, timings: list[Timing], gpu: str) -> None:
+    if timings[0].choice != "torch":
+        floor = BANDWIDTH / best(timings).rate
+        record(f"mxfp4-floor-{count}", floor, "ratio", (floor, floor), gpu)
+        return
     for name, timing in (("grouped-us", best(timings)), ("grouped-us-torch", timings[0])):
         record(f"{name}-{count}", timing.both, "us", (timing.both,) * 2, gpu)
 
@@ -125,7 +148,7 @@ def shown(timings: list[Timing]) -> list[list[str]]:
     fastest, first = best(timings), timings[0]
     return [
         [
-            named(one.choice),
+            one.choice,
             f"{one.whole:.1f}",
             f"{one.whole / first.whole:.3f}",
             f"{one.both:.1f}",
@@ -135,10 +158,3 @@ def shown(timings: list[Timing]) -> list[list[str]]:
         ]
         for one in timings
     ]
-
-
-def named(choice: int) -> str:
-    if choice == TORCH:
-        return "torch"
-    tile = TILES[choice]
-    return f"{tile.rows}x{tile.outputs}x{tile.inputs}"

@@ -117,7 +117,8 @@ def test_every_choice_is_measured_whole_and_by_its_gemms(
     for kind, made in experts.ROUTINGS.items():
         logits = made(256, 128, 8).to(torch.bfloat16).float()
         timings = experts.measured(gemms, [layer] * 2, routing, logits, replay_time)
-        assert [one.choice for one in timings] == [TORCH, *candidates(2048, 128)]
+        named = [gemms.named(choice) for choice in (TORCH, *candidates(2048, 128))]
+        assert [one.choice for one in timings] == named
         for one in timings[1:]:
             # route, sort, grouped, grouped, add_chosen; of which two are GEMMs
             assert (one.whole, one.both) == (25.0, 10.0)

@@ -125,6 +125,11 @@ class ExpertGemms:
         """The choices that a trial compares."""
         return [TORCH, *candidates(pairs, experts)]
 
+    def named(self, choice: int) -> str:
+        """For people."""
+        tile = TILES[choice]
+        return "torch" if choice == TORCH else f"{tile.rows}x{tile.outputs}x{tile.inputs}"
+
     def both(
         self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str, choice: int
     ) -> torch.Tensor:

@@ -98,6 +98,10 @@ class Mxfp4Gemms(ExpertGemms):
         each = min(64, max(16, 1 << (-(-pairs // experts) - 1).bit_length()))
         return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
 
+    def named(self, choice: int) -> str:
+        tile = TILES[choice]
+        return f"{tile.rows}x{tile.outputs}x{tile.units * UNIT}"
+
     def both(
         self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str, choice: int
     ) -> torch.Tensor:

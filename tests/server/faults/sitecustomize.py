@@ -85,11 +85,11 @@ def slow_copies() -> None:
 
     copy = module.SafetensorsSource.copy
 
-    def slow(self: Any, name: str, into: Any, row: int = 0, column: int = 0) -> None:
+    def slow(self: Any, name: str, into: Any, *where: Any) -> None:
         time.sleep(float(os.environ["KVLINE_FAULT_COPY"]))
-        copy(self, name, into, row, column)
+        copy(self, name, into, *where)
 
-    module.SafetensorsSource.copy = slow  # type: ignore[method-assign]
+    module.SafetensorsSource.copy = slow  # type: ignore[method-assign, assignment]
 
 
 def block_http() -> None:
