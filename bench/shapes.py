@@ -122,7 +122,6 @@ ON_ONE_GPU = ("llama8b", "qwen06b")
 TWINS = {
     "llama8b-fp8": ("llama8b", "fp8"),
     "llama8b-fp8-block": ("llama8b", "fp8block"),
-    "gptoss20b": ("gptoss20b-bf16", "mxfp4"),
 }
 _FP8 = {"num_bits": 8, "type": "float"}
 _GROUP = {

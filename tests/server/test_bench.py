@@ -125,7 +125,7 @@ def test_every_choice_is_measured_whole_and_by_its_gemms(
         assert (timings[0].whole, timings[0].both) == (15.0, 7.0)
         met[kind] = timings[0].read // (3 * 16 * 32 * 4)
     assert met == {"random": 128, "even": 128, "most unequal": 8}
-    experts.keep(256, timings, "a GPU")
+    experts.keep("qwen30b", 256, timings, "a GPU")
     assert recorded == {"grouped-us-256": 7.0, "grouped-us-torch-256": 7.0}
     (first, *_), last = experts.shown(timings), experts.shown(timings)[-1]
     assert first == ["torch", "15.0", "1.000", "7.0", "7", "0.00", "best"]

@@ -26,11 +26,14 @@ from kvline_operator.store.capacity_status import CapacityStatus
 from kvline_server.command.compare import AS_GIVEN, SETTINGS, check_memory, choices
 
 AS_GIVEN_CELL = AS_GIVEN.replace(" ", "-")
+NOWHERE = Path("/nowhere")  # where a choice that needs files would write them
 GIVEN = launch_config(Path("/model"), engine=EngineOptions(max_model_len=64))
 
 
 def test_each_choice_changes_one_setting_of_the_launch() -> None:
-    first, cache, gpus, headroom = choices("kvCacheDtype=fp8,gpus=2, headroomMiB=300", GIVEN)
+    first, cache, gpus, headroom = choices(
+        "kvCacheDtype=fp8,gpus=2, headroomMiB=300", GIVEN, NOWHERE
+    )
     assert (first.name, first.launch) == (AS_GIVEN, GIVEN)
     assert cache.launch.engine == EngineOptions(64, kv_cache_dtype=KVCacheDtype.FP8)
     assert (gpus.name, gpus.launch.tensor_parallel, gpus.launch.engine) == (
@@ -63,24 +66,24 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
 )
 def test_a_wrong_choice_is_named(text: str, why: str) -> None:
     with pytest.raises(ContractError, match=why):
-        choices(text, GIVEN)
+        choices(text, GIVEN, NOWHERE)
 
 
 def test_a_pinned_budget_leaves_nothing_to_compare() -> None:
     pinned = launch_config(Path("/model"), capacity=CapacityOptions(kv_tokens=2048))
     with pytest.raises(ContractError, match="pinned kvTokens is the budget of every choice"):
-        choices("gpus=2", pinned)
+        choices("gpus=2", pinned, NOWHERE)
 
 
 def test_memory_is_compared_on_a_cpu_up_to_the_container_s_limit() -> None:
-    first, more = every = choices("memory=1.5Gi", GIVEN)
+    first, more = every = choices("memory=1.5Gi", GIVEN, NOWHERE)
     assert (first.memory, more.memory, more.launch) == (None, 1536 << 20, GIVEN)
     check_memory(every, None)
     check_memory(every, 1536 << 20)
     with pytest.raises(ContractError, match=r"^memory=1.5Gi: more than the 1024 MiB that this"):
         check_memory(every, 1 << 30)
     with pytest.raises(ContractError, match=r"^memory=1.5Gi: memory of the host holds no KV cache"):
-        choices("memory=1.5Gi", replace(GIVEN, device=Device.CUDA))
+        choices("memory=1.5Gi", replace(GIVEN, device=Device.CUDA), NOWHERE)
 
 
 @pytest.mark.process
@@ -106,6 +109,8 @@ def test_experts_in_4_bits_are_compared_with_those_that_are_not(
     assert "scales" not in plain
     tokens = [report["result"]["kvTokens"] for report in found.values()]
     assert tokens[0] > tokens[1]
+    slow = [any("MXFP4 are dequantised" in each for each in r["warnings"]) for r in found.values()]
+    assert slow == [True, False]
     details = [stage["detail"] for stage in found[AS_GIVEN]["stages"] if stage["name"] == "load"]
     assert details[0].startswith("random, 18 MiB of experts in MXFP4 with 1 MiB of scales")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -127,6 +132,8 @@ def test_weights_that_cannot_be_otherwise_are_not_compared(
     given = replace(given, model=replace(given.model, load_format=load))
     with pytest.raises(ContractError, match=why):
         choices("weights=unquantised", given, tmp_path)
+    with pytest.raises(ContractError, match="expected each choice once"):
+        choices("weights=unquantised,weights=unquantised", given, tmp_path)
     with pytest.raises(ContractError, match=r"^weights=int8: expected weights=unquantised"):
         choices("weights=int8", given, tmp_path)
 
@@ -135,7 +142,7 @@ def test_every_setting_of_the_engine_can_be_compared() -> None:
     assert {"maxModelLen", "maxRunningRequests", "kvCacheDtype", "gpus"} < set(SETTINGS)
     for field in SETTINGS:
         value = "fp8" if field == "kvCacheDtype" else "8" if field == "gpus" else "20"
-        _, choice = choices(f"{field}={value}", GIVEN)
+        _, choice = choices(f"{field}={value}", GIVEN, NOWHERE)
         assert choice.launch != GIVEN
 
 

@@ -27,6 +27,8 @@ FILES = {
     "model.safetensors": bytes(range(256)) * 4096,
     "pytorch_model.bin": b"never fetched",
     "modeling_evil.py": b"raise SystemExit",
+    "original/config.json": b"never fetched",
+    "original/model.safetensors": b"never fetched, as gpt-oss' repositories have it",
     "tokenizer.json": b"{}",
 }
 

@@ -60,11 +60,9 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
     launch = LaunchConfig.parse(parent.options.config.read_bytes())
     copy = SafetensorsSource.copy
 
-    def throttled(
-        self: SafetensorsSource, name: str, into: torch.Tensor, row: int = 0, column: int = 0
-    ) -> None:
+    def throttled(self: SafetensorsSource, name: str, into: torch.Tensor, *where: Any) -> None:
         time.sleep(LIMIT / 10)
-        copy(self, name, into, row, column)
+        copy(self, name, into, *where)
 
     monkeypatch.setattr(SafetensorsSource, "copy", throttled)
     monkeypatch.setattr(load, "REPORT_SECONDS", 0.1)

@@ -58,7 +58,7 @@ class Measured:
     report: SizingReport
 
 
-def choices(text: str, launch: LaunchConfig, own: Path = Path()) -> list[Choice]:
+def choices(text: str, launch: LaunchConfig, own: Path) -> list[Choice]:
     """The launch as it is, then with each change of `text` alone, such as
     kvCacheDtype=fp8,gpus=2. What a choice needs of files is written into the folder `own`. Raises
     ContractError."""
@@ -67,10 +67,9 @@ def choices(text: str, launch: LaunchConfig, own: Path = Path()) -> list[Choice]
         raise ContractError("a pinned kvTokens is the budget of every choice: leave it out")
     if len(every) > MAX_CHOICES:
         raise ContractError(f"expected at most {MAX_CHOICES} choices, got {len(every)}")
-    made = [Choice(AS_GIVEN, launch), *(_choice(each, launch, own) for each in every)]
-    if len(set(every)) < len(every):
+    if all(every) and len(set(every)) < len(every):
         raise ContractError("expected each choice once")
-    return made
+    return [Choice(AS_GIVEN, launch), *(_choice(each, launch, own) for each in every)]
 
 
 def check_ranks(every: list[Choice]) -> None:
@@ -126,7 +125,8 @@ def _unquantised(choice: str, launch: LaunchConfig, own: Path) -> LaunchConfig:
         (folder / file.name).symlink_to(file)
     (folder / CONFIG).unlink()
     (folder / CONFIG).write_text(json.dumps(config))
-    return replace(launch, model=replace(launch.model, path=str(folder)))
+    # No commit of a hub: a record of the given weights is not this one's.
+    return replace(launch, model=replace(launch.model, path=str(folder), source=str(folder)))
 
 
 def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:

@@ -42,6 +42,8 @@ CONFIG_FILES = (
     "*.jinja",
 )
 WEIGHT_FILES = ("*.safetensors", INDEX)
+# A pattern's * is any text, with slashes: gpt-oss has its weights once more in original/.
+NOT_READ = ("*/*",)
 
 
 def download(launch: LaunchConfig) -> None:
@@ -101,9 +103,13 @@ def _check_hub(launch: LaunchConfig) -> None:
 
         files = HfApi().list_repo_files(repository, revision=commit, token=token or False)
     random = launch.model.load_format is LoadFormat.RANDOM
-    if not random and not any(name.endswith(".safetensors") for name in files):
+    if not random and not any(_is_weights(name) for name in files):
         raise ModelInvalid(f"{repository} at {commit}: no .safetensors file")
     print(f"the hub has {repository} at {commit}")
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name
 
 
 def _of_hub(launch: LaunchConfig) -> tuple[str, str]:
@@ -125,6 +131,7 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: Iterable[str], 
             revision=commit,
             local_dir=folder,
             allow_patterns=list(patterns),
+            ignore_patterns=list(NOT_READ),
             token=token or False,
             max_workers=4,
         )

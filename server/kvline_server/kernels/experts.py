@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
+from kvline_server.kernels.mxfp4 import NAN, Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 
@@ -62,6 +62,9 @@ class Given:
 
 
 class Experts(ABC):
+    largest_scale: int = NAN - 1  # of a Mxfp4Weight, as published
+    dequantises: bool = False  # a Mxfp4Weight, in every step
+
     def pack(self, weight: Mxfp4Weight) -> Mxfp4Weight | PackedMxfp4:
         """A weight of all experts of a layer, as it is loaded, in the layout that is fastest."""
         return weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvline_server.kernels.cuda_experts import ExpertGemms
-from kvline_server.kernels.cuda_mxfp4 import Mxfp4Gemms, packed
+from kvline_server.kernels.cuda_mxfp4 import LARGEST, Mxfp4Gemms, packed
 from kvline_server.kernels.experts import Experts, Given, Layer, Routing
 from kvline_server.kernels.formats import replay_time
 from kvline_server.kernels.group import Group
@@ -15,6 +15,8 @@ from kvline_server.kernels.tuning import Choices
 
 
 class GpuExperts(Experts):
+    largest_scale = LARGEST
+
     def __init__(self, choices: Choices, rows: Rows, group: Group) -> None:
         """`choices` are those of all GEMMs."""
         self.group = group

@@ -13,6 +13,7 @@ BLOCK = 32  # numbers of a row with a common scale
 # E2M1's numbers without a sign, which is the fourth bit.
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127  # of a scale's exponent
+NAN = 255  # in the place of a scale
 
 
 @dataclass(frozen=True, slots=True)

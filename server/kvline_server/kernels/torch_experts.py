@@ -20,6 +20,8 @@ AT_ONCE, ON_GPU = 1 << 20, 1 << 24  # numbers of 4 bits that are dequantised at 
 
 
 class TorchExperts(Experts):
+    dequantises = True
+
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 

@@ -114,8 +114,10 @@ def _finished(total, up, bias, outputs, GATED: tl.constexpr, BIASED: tl.constexp
         if GATED:
             up += tl.load(bias + outputs).to(tl.float32)[:, None]
     if GATED:
-        total = tl.minimum(total, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        # A NaN stays one: it ends its request.
+        total = tl.minimum(total, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         total *= tl.sigmoid(ALPHA * total) * (up + 1.0)
     return total
 

@@ -168,7 +168,7 @@ def _quantized(fields: Fields, model: ModelConfig) -> ModelConfig:
     found, many = quantization.read(fields, model.layers), model.experts
     in_one = many is not None and many.stacked
     if found is not None and in_one != isinstance(found, Mxfp4):
-        hint = ", 'mxfp4' is" if in_one else ": only experts that are in one tensor have it"
+        hint = ", 'mxfp4' is" if in_one else ": gpt-oss alone is served in MXFP4"
         raise fields.section(quantization.FIELD).unsupported("quant_method", hint)
     if not isinstance(found, Mxfp4):
         return replace(model, quantization=found)

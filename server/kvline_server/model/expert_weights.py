@@ -71,7 +71,8 @@ class _Stack:
             Mxfp4Weight(
                 tensors.get(values, inputs // 2, _cut(own, 2), dtype=torch.uint8),
                 tensors.get(scales, inputs // BLOCK, _cut(own, BLOCK), dtype=torch.uint8),
-            )
+            ),
+            self.name + MXFP4_SCALES,
         )
 
     def bias(self, of_sum: bool = False) -> torch.Tensor | None:

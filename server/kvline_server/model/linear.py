@@ -144,8 +144,8 @@ class Tensors:
         """A GEMM's weight, in the layout that is fastest for its kernel."""
         return weight
 
-    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight | PackedMxfp4:
-        """As `pack`, of experts."""
+    def pack_experts(self, weight: Mxfp4Weight, scales: str) -> Mxfp4Weight | PackedMxfp4:
+        """As `pack`, of experts, whose scales are a tensor of that name."""
         return weight
 
 

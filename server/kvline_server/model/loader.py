@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
-from kvline_server.errors import ModelInvalid
+from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
+from kvline_server.kernels.mxfp4 import BIAS, NAN, Mxfp4Weight, PackedMxfp4
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model.blocks import norm
 from kvline_server.model.config import ModelConfig
@@ -268,7 +268,15 @@ class Loading(Tensors):
     def pack(self, weight: Weight) -> Weight:
         return self.kernels.gemms.pack(weight)
 
-    def pack_experts(self, weight: Mxfp4Weight) -> Mxfp4Weight | PackedMxfp4:
+    def pack_experts(self, weight: Mxfp4Weight, scales: str) -> Mxfp4Weight | PackedMxfp4:
+        most, largest = int(weight.scales.max()), self.kernels.experts.largest_scale
+        if most == NAN:
+            raise ModelInvalid(f"tensor {scales} has a NaN, expected powers of two")
+        if most > largest:
+            raise ModelUnsupported(
+                f"tensor {scales} has a scale of 2^{most - BIAS}, this device's kernels take up to "
+                f"2^{largest - BIAS}"
+            )
         return self.kernels.experts.pack(weight)
 
     def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:

@@ -153,6 +153,8 @@ def _of_experts(quantized: Fields, layers: int) -> Mxfp4:
 def _is_of(module: str, pattern: str) -> bool:
     """Whether the module is named as transformers reads such a list: by how its name begins or
     ends, where * is any text."""
+    if pattern.strip(".*").startswith(module):
+        return True
     parts = [re.escape(part) for part in re.split(r"(?:\.?\*)+", pattern)]
     return module.endswith(pattern) or re.match(".*?".join(parts), module) is not None
 

@@ -80,7 +80,8 @@ def load_model(
             settings = _sized(launch, model, settings, device, kernels, cache, fixed)
             copied = _LoadProgress(send, started)
             worker = _build(source, model, cache, settings, backend, kernels, copied)
-            for warning in (_dequantised(source, backend), missing):
+            slow = _slow_experts(worker.decoder.weights, kernels)
+            for warning in (_dequantised(source, backend), slow, missing):
                 if warning and group.rank == 0:
                     send(Progress(warning=warning))
             del source
@@ -228,6 +229,16 @@ def _kept(weights: loader.Weights) -> list[str]:
 
 def _stays(nbytes: int, what: str, scales: int) -> str:
     return f"{nbytes // MIB} MiB of {what} with {scales // MIB} MiB of scales"
+
+
+def _slow_experts(weights: loader.Weights, kernels: Kernels) -> str:
+    """A warning where it is so."""
+    if not weights.expert_scales or not kernels.experts.dequantises:
+        return ""
+    return (
+        "experts in MXFP4 are dequantised in every step here, which takes several times as long as "
+        "experts in float32 for few tokens; kernels of a GPU with compute capability 9.0 do not"
+    )
 
 
 def _dequantised(source: TensorSource, backend: Backend) -> str:

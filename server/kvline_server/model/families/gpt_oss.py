@@ -48,6 +48,7 @@ def read(fields: Fields) -> ModelConfig:
     # Older names beside their equals.
     fields.only("experts_per_token", many.chosen, many.chosen)
     fields.only("num_experts", many.count, many.count)
+    fields.value("initial_context_length")  # the original length, where a file has YaRN
     if isinstance(rope.scaling, YarnScaling):
         length = rope.scaling.original_max_position
         fields.only("initial_context_length", length, length)
