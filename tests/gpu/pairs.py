@@ -24,6 +24,7 @@ from kvline_server.memory.groups import GroupedArena, first_page, order
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.config import ModelConfig, Norms, Rope
 from kvline_server.model.decoder import Decoder, cache_groups
+from kvline_server.model.linear import Rows
 from kvline_server.model.loader import SCALE, RandomSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.graphs.graphs import Graphs
@@ -48,11 +49,11 @@ class SameOnBoth(RandomSource):
     """Drawn on the CPU in float32, whatever they are copied to; what one side keeps in fp8 is what
     that stands for on the other."""
 
-    def copy(self, name: str, into: torch.Tensor, *where: Any) -> None:
-        fp8 = self.fp8(name) is not None and name.endswith("_proj.weight")
+    def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
+        fp8 = self.fp8(part.name) is not None and part.name.endswith("_proj.weight")
         kind = into.dtype if into.dtype == torch.uint8 else torch.float32  # MXFP4, or plain
         drawn = torch.empty(into.shape, dtype=FP8 if fp8 else kind)
-        super().copy(name, drawn, *where)
+        super().copy(part, drawn, column)
         into.copy_(drawn.float() * SCALE if fp8 and into.dtype != FP8 else drawn)
 
 

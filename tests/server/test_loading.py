@@ -18,6 +18,7 @@ from waiting import limit
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LaunchConfig
 from kvline_contract.report import Current, SizingReport, Stage, State
 from kvline_server.ipc.messages import Progress
+from kvline_server.model.linear import Rows
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options.options import Options
 from kvline_server.options.timeouts import Timeouts
@@ -60,9 +61,9 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
     launch = LaunchConfig.parse(parent.options.config.read_bytes())
     copy = SafetensorsSource.copy
 
-    def throttled(self: SafetensorsSource, name: str, into: torch.Tensor, *where: Any) -> None:
+    def throttled(self: SafetensorsSource, part: Rows, into: torch.Tensor, column: int = 0) -> None:
         time.sleep(LIMIT / 10)
-        copy(self, name, into, *where)
+        copy(self, part, into, column)
 
     monkeypatch.setattr(SafetensorsSource, "copy", throttled)
     monkeypatch.setattr(load, "REPORT_SECONDS", 0.1)

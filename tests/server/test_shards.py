@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from kvline_server.model.config import ModelConfig, Rope, read_config
 from kvline_server.model.decoder import cache_groups
 from kvline_server.model.experts import Experts
 from kvline_server.model.layer import Layer
-from kvline_server.model.linear import TensorSource
+from kvline_server.model.linear import Rows, TensorSource
 from kvline_server.model.loader import RandomSource, SafetensorsSource, Weights, load_weights
 from kvline_server.model.shard import WHOLE, Shard
 
@@ -52,9 +51,9 @@ class Recorded:
         self.copied: Counter[str] = Counter()
         self.check, self.fp8 = source.check, source.fp8
 
-    def copy(self, name: str, into: torch.Tensor, *where: Any) -> None:
-        self.copied[name] += into.numel()
-        self.source.copy(name, into, *where)
+    def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
+        self.copied[part.name] += into.numel()
+        self.source.copy(part, into, column)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +253,10 @@ def test_a_rank_maps_no_more_of_a_file_than_its_rows(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4096, 2048)}, file)
     whole = file.stat().st_size
     source = SafetensorsSource(tmp_path)
-    source.copy("w", torch.empty(1024, 2048), row=2048)
+    source.copy(Rows("w", range(2048, 3072), 4096), torch.empty(1024, 2048))
     touched = resident(file)
     assert whole / 4 <= touched < whole / 4 + (4 << 20)  # whole blocks are mapped
-    source.copy("w", torch.empty(4096, 1024), column=1024)
+    source.copy(Rows("w", range(4096), 4096), torch.empty(4096, 1024), column=1024)
     assert resident(file) > whole / 2
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.fp8 import FP8
-from kvline_server.model.linear import Stacked
+from kvline_server.model.linear import Rows
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.model.quantization import FIELD, MXFP4_SCALES, MXFP4_VALUES, Quantization
 
@@ -44,29 +44,21 @@ class Dequantised:
         there = name in self.files.where and self.files.dtype(name) == E4M3
         return self.quantization if there else None
 
-    def copy(
-        self,
-        name: str,
-        into: torch.Tensor,
-        row: int = 0,
-        column: int = 0,
-        step: int = 1,
-        stacked: Stacked | None = None,
-    ) -> None:
+    def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
         if into.dtype == FP8:
-            self.kept.add(name)
-        if name not in self.quantised or into.dtype == FP8:
-            self.files.copy(name, into, row, column, step, stacked)
+            self.kept.add(part.name)
+        if part.name not in self.quantised or into.dtype == FP8:
+            self.files.copy(part, into, column)
             return
         assert self.quantization is not None
         numbers = torch.empty(into.shape, dtype=torch.float32)
-        self.files.copy(name, numbers, row, column)
+        self.files.copy(part, numbers, column)
         rows, columns = (
             torch.arange(start, start + count)
-            for start, count in zip((row, column), into.shape, strict=True)
+            for start, count in zip((part.rows.start, column), into.shape, strict=True)
         )
-        height, width = self.quantization.block or (1, self.files.shape(name)[1])
-        scales = self.files.whole(name + self.quantization.suffix)
+        height, width = self.quantization.block or (1, self.files.shape(part.name)[1])
+        scales = self.files.whole(part.name + self.quantization.suffix)
         some = scales[(rows // height).unsqueeze(1), (columns // width).unsqueeze(0)]
         into.copy_(numbers.mul_(some.float()))
 

@@ -60,21 +60,12 @@ class Output:
 
 
 class TensorSource(Protocol):
-    """Tensors by name. `check` is called for all of them before the first `copy`, which copies
-    a slice of the shape of `into` that begins at `row` and `column`, and takes each row that is
-    `step` behind the one before; with `stacked` of what it is."""
+    """Tensors by name. `check` is called for all of them before the first `copy`, which copies the
+    part's rows, and of them as many columns as `into` has, from `column` on."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None: ...
 
-    def copy(
-        self,
-        name: str,
-        into: torch.Tensor,
-        row: int = 0,
-        column: int = 0,
-        step: int = 1,
-        stacked: Stacked | None = None,
-    ) -> None: ...
+    def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None: ...
 
     def fp8(self, name: str) -> Quantization | None:
         """Of a tensor that can be copied as it is to one of fp8."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
 from kvline_server.model.files import open_weights, weight_files
 from kvline_server.model.layer import Layer
-from kvline_server.model.linear import Rows, Stacked, Tensors, TensorSource
+from kvline_server.model.linear import Rows, Tensors, TensorSource
 from kvline_server.model.quantization import MXFP4_SCALES, Quantization
 from kvline_server.model.shard import WHOLE, Shard
 from kvline_server.model.shard import vocabulary as own_tokens
@@ -115,17 +116,10 @@ class SafetensorsSource:
         tensor: torch.Tensor = self.files[self.where[name]].get_tensor(name)
         return tensor
 
-    def copy(
-        self,
-        name: str,
-        into: torch.Tensor,
-        row: int = 0,
-        column: int = 0,
-        step: int = 1,
-        stacked: Stacked | None = None,
-    ) -> None:
-        whole = self.whole(name)
-        into.copy_(_slice(stacked.of(whole) if stacked else whole, into, row, column, step))
+    def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
+        whole = self.whole(part.name)
+        made = whole if part.stacked is None else part.stacked.of(whole)
+        into.copy_(_slice(made, part.rows, into, column))
 
 
 class RandomSource:
@@ -146,15 +140,8 @@ class RandomSource:
     def fp8(self, name: str) -> Quantization | None:
         return None if name.endswith(ROUTER) else self.quantization
 
-    def copy(
-        self,
-        name: str,
-        into: torch.Tensor,
-        row: int = 0,
-        column: int = 0,
-        step: int = 1,
-        stacked: Stacked | None = None,
-    ) -> None:
+    def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
+        name, rows = part.name, part.rows
         if name.endswith("norm.weight"):
             into.fill_(1.0)
             return
@@ -162,20 +149,21 @@ class RandomSource:
             into.fill_(SCALE)
             return
         shape = self.shapes[name]
-        if stacked is not None:
-            shape = tuple(stacked.of(torch.empty(shape, device="meta")).shape)
-            name = f"{name}[{stacked.at}]"
-        rows, *width = shape
-        block = min(rows, max(1, DRAWN // max(1, *width, 1)))
-        done, at = 0, row
+        if part.stacked is not None:
+            shape = tuple(part.stacked.of(torch.empty(shape, device="meta")).shape)
+            name = f"{name}[{part.stacked.at}]"
+        height, *width = shape
+        block = min(height, max(1, DRAWN // max(1, *width, 1)))
+        done = 0
         while done < len(into):
-            start = at - at % block
-            drawn = self._block(name, start, (min(block, rows - start), *width), into)
-            count = min(len(into) - done, -(-(start + len(drawn) - at) // step))
-            part = into[done : done + count]
-            some = _slice(drawn, part, at - start, column, step)
-            part.copy_(some / SCALE if into.dtype == FP8 else some)
-            done, at = done + count, at + count * step
+            start = rows[done] - rows[done] % block
+            drawn = self._block(name, start, (min(block, height - start), *width), into)
+            there = -(-(start + len(drawn) - rows[done]) // rows.step)
+            own, some = rows[done : done + there], into[done : done + there]
+            own = range(own.start - start, own.stop - start, own.step)
+            made = _slice(drawn, own, some, column)
+            some.copy_(made / SCALE if into.dtype == FP8 else made)
+            done += there
 
     def _block(
         self, name: str, start: int, shape: tuple[int, ...], like: torch.Tensor
@@ -200,12 +188,10 @@ class RandomSource:
         return self.drawn[2]
 
 
-def _slice(
-    whole: torch.Tensor, into: torch.Tensor, row: int, column: int, step: int = 1
-) -> torch.Tensor:
+def _slice(whole: torch.Tensor, rows: range, into: torch.Tensor, column: int) -> torch.Tensor:
     """Of the shape of `into`."""
-    rows = whole[row : row + step * (len(into) - 1) + 1 : step]
-    return rows if into.dim() == 1 else rows[:, column : column + into.shape[1]]
+    own = whole[rows.start : rows.stop : rows.step]
+    return own if into.dim() == 1 else own[:, column : column + into.shape[1]]
 
 
 def checked(
@@ -282,8 +268,8 @@ class Loading(Tensors):
     def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:
         """Copies in steps, because one tensor may take minutes on a slow volume."""
         step = max(1, COPY_BYTES // max(1, into[:1].nbytes))
-        for row in range(0, len(into), step):
-            rows, first = into[row : row + step], part.rows.start + row * part.rows.step
-            self.source.copy(part.name, rows, first, column, part.rows.step, part.stacked)
+        for at in range(0, len(into), step):
+            rows = into[at : at + step]
+            self.source.copy(replace(part, rows=part.rows[at : at + step]), rows, column)
             self.done += rows.nbytes
             self.copied(self.done, self.total)

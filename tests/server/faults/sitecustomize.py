@@ -85,11 +85,11 @@ def slow_copies() -> None:
 
     copy = module.SafetensorsSource.copy
 
-    def slow(self: Any, name: str, into: Any, *where: Any) -> None:
+    def slow(self: Any, part: Any, into: Any, column: int = 0) -> None:
         time.sleep(float(os.environ["KVLINE_FAULT_COPY"]))
-        copy(self, name, into, *where)
+        copy(self, part, into, column)
 
-    module.SafetensorsSource.copy = slow  # type: ignore[method-assign, assignment]
+    module.SafetensorsSource.copy = slow  # type: ignore[method-assign]
 
 
 def block_http() -> None:
