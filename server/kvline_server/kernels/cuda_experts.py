@@ -32,10 +32,10 @@ LAYERS = 3  # whose weights a trial cycles through, so that they come from memor
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of a program of `grouped`."""
+    """Of a program of `grouped` or `grouped_mxfp4`."""
 
     rows: int
-    outputs: int  # of gate and of up; of down twice as many
+    outputs: int  # of gate and of up; of down in `grouped` twice as many
     inputs: int
     warps: int
     stages: int
@@ -83,10 +83,11 @@ ReplayTime = Callable[[Callable[[int], None], int, float], float]
 
 
 class ExpertGemms:
-    """`choices` are those of all GEMMs, in which a mixture has the shape of gate_up;
-    `activate` is Rows.activate_and_mul. Of unquantised weights; other formats replace the rest."""
+    """Of unquantised weights. `choices` are those of all GEMMs, in which a mixture has the shape of
+    gate_up; `activate` is Rows.activate_and_mul."""
 
-    numbers = range(TORCH, len(TILES))  # of choices
+    tiles: tuple[Tile, ...] = TILES
+    first: int = TORCH  # choices are numbers from this on, indices of the tiles
 
     def __init__(
         self, choices: Choices, activate: Callable[[torch.Tensor, str], torch.Tensor]
@@ -119,15 +120,15 @@ class ExpertGemms:
 
     def tile_rows(self, choice: int) -> int | None:
         """What `routed` needs to know of a choice."""
-        return None if choice == TORCH else TILES[choice].rows
+        return None if choice == TORCH else self.tiles[choice].rows
 
     def tried(self, pairs: int, experts: int) -> list[int]:
         """The choices that a trial compares."""
-        return [TORCH, *candidates(pairs, experts)]
+        return [*range(self.first, 0), *candidates(pairs, experts, self.tiles)]
 
     def named(self, choice: int) -> str:
         """For people."""
-        tile = TILES[choice]
+        tile = self.tiles[choice]
         return "torch" if choice == TORCH else f"{tile.rows}x{tile.outputs}x{tile.inputs}"
 
     def both(
@@ -182,7 +183,8 @@ class ExpertGemms:
                 for count in rows
             }
         mine = {key: at for key, at in known.items() if key[1:] == (outputs, inputs)}
-        self.choices.update({key: at for key, at in mine.items() if at in self.numbers})
+        there = range(self.first, len(self.tiles))
+        self.choices.update({key: at for key, at in mine.items() if at in there})
 
     def _fastest(
         self, layers: list[Layer], routing: Routing, rows: int, replay_time: ReplayTime
@@ -226,11 +228,11 @@ def _drawn(layer: Layer, rows: int, columns: int) -> torch.Tensor:
     return torch.empty((rows, columns), dtype=dtype, device=like.device).normal_()
 
 
-def candidates(pairs: int, experts: int) -> list[int]:
+def candidates(pairs: int, experts: int, tiles: tuple[Tile, ...] = TILES) -> list[int]:
     """Indices of the tiles that waste little of so many pairs, or do not have an expert read often;
     the last one is for routing that is not quite even."""
     each = min(64, max(16, 1 << (-(-pairs // experts) - 1).bit_length()))
-    return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
+    return [at for at, tile in enumerate(tiles) if each // 2 <= tile.rows <= 2 * each]
 
 
 def routed(logits: torch.Tensor, routing: Routing, given: Given, tile: int | None) -> Pairs:

@@ -2,22 +2,19 @@
 
 Packing changes no number: it puts those of a unit, 128 of a row, where the kernel's shifts find
 them, and what 32 rows have of a unit one after the other, so that a program reads whole lines.
-Weights in bfloat16 for prompts, made anew for each step, were measured and left out: for 8,192 rows
-of gpt-oss-20b they would save a seventh of the time, most of which making them costs, and need
-1.6 GB.
+For prompts it makes no weights in bfloat16 either (docs/decisions/059).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.cuda_experts import ExpertGemms, Pairs
+from kvline_server.kernels.cuda_experts import ExpertGemms, Pairs, Tile
 from kvline_server.kernels.experts import Layer
 from kvline_server.kernels.mxfp4 import BIAS, BLOCK, Mxfp4Weight, PackedMxfp4
 
@@ -31,24 +28,13 @@ SHIFT = 126
 LARGEST = 2 * BIAS - SHIFT  # of a scale, as published: 2^1
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Of a program."""
-
-    rows: int
-    outputs: int  # of gate and of up, or of down
-    units: int  # of an iteration
-    warps: int
-    stages: int
-
-
-TILES = (
-    Tile(16, 64, 2, 4, 3),
-    Tile(16, 128, 2, 8, 3),
-    Tile(32, 64, 1, 4, 3),
-    Tile(64, 64, 1, 4, 3),
-    Tile(64, 128, 1, 8, 3),
-    Tile(128, 128, 1, 8, 3),
+TILES = (  # inputs are whole units
+    Tile(16, 64, 2 * UNIT, 4, 3),
+    Tile(16, 128, 2 * UNIT, 8, 3),
+    Tile(32, 64, UNIT, 4, 3),
+    Tile(64, 64, UNIT, 4, 3),
+    Tile(64, 128, UNIT, 8, 3),
+    Tile(128, 128, UNIT, 8, 3),
 )
 
 
@@ -84,20 +70,8 @@ def check(mxfp4: bool, biased: bool, hidden: int, width: int) -> None:
 
 
 class Mxfp4Gemms(ExpertGemms):
-    """Choices are indices of TILES here."""
-
-    numbers = range(len(TILES))
-
-    def tile_rows(self, choice: int) -> int:
-        return TILES[choice].rows
-
-    def tried(self, pairs: int, experts: int) -> list[int]:
-        each = min(64, max(16, 1 << (-(-pairs // experts) - 1).bit_length()))
-        return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
-
-    def named(self, choice: int) -> str:
-        tile = TILES[choice]
-        return f"{tile.rows}x{tile.outputs}x{tile.units * UNIT}"
+    tiles = TILES
+    first = 0
 
     def both(
         self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str, choice: int
@@ -132,7 +106,7 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
 def _variant(dtype: torch.dtype, tile: Tile, gated: bool, biased: bool) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
     arguments = (kind, "*i32", "*i16", "*i32", kind, "*i32", "i32", kind, "i32", "i32", "i32")
-    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "UNITS": tile.units, "PTX": PTX}
+    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "UNITS": tile.inputs // UNIT, "PTX": PTX}
     constants = {"GATED": int(gated), "BIASED": int(biased)} | sizes
     aligned, given = (0, 2, 3, 7, 8, 9), tuple(constants.items())
     return Variant("grouped_mxfp4", arguments, aligned, given, warps=tile.warps, stages=tile.stages)

@@ -117,6 +117,38 @@ def sort(
 
 
 @triton.jit
+def _tile(tiles, bound):
+    """A program's expert, and of the pairs' places its first and the one after its last."""
+    tile = tl.program_id(0) % bound
+    expert = tl.load(tiles + tile).to(tl.int64)
+    return expert, tl.load(tiles + bound + tile), tl.load(tiles + 2 * bound + tile)
+
+
+@triton.jit
+def _places(order, first, end, GATED: tl.constexpr, ROWS: tl.constexpr):
+    """The places of a tile's pairs, and the rows of x that they have."""
+    place = first + tl.arange(0, ROWS)
+    row = tl.minimum(place, end - 1)
+    if GATED:
+        row = tl.load(order + row)
+    return place, row
+
+
+@triton.jit
+def _lines(expert, bound, outputs, GATED: tl.constexpr, OUTPUTS: tl.constexpr):
+    """A program's outputs, and the weight's rows that they have."""
+    column = tl.program_id(0) // bound * OUTPUTS + tl.arange(0, OUTPUTS)
+    return column, expert * outputs * (1 + GATED) + tl.minimum(column, outputs - 1)
+
+
+@triton.jit
+def _store(out, place, end, column, outputs, total):
+    into = out + place[None, :].to(tl.int64) * outputs + column[:, None]
+    whole = (place < end)[None, :] & (column < outputs)[:, None]
+    tl.store(into, total.to(out.dtype.element_ty), mask=whole)
+
+
+@triton.jit
 def grouped(
     x,
     order,
@@ -136,18 +168,11 @@ def grouped(
     weight is the left factor: its rows fill tensor cores, and the pairs may be few. Programs of the
     same columns follow each other, so an expert with several tiles finds them in the cache."""
     _after_the_last()
-    tile = tl.program_id(0) % bound
-    expert = tl.load(tiles + tile).to(tl.int64)
-    first = tl.load(tiles + bound + tile)
-    end = tl.load(tiles + 2 * bound + tile)
+    expert, first, end = _tile(tiles, bound)
     if first >= end:
         return
-    place = first + tl.arange(0, ROWS)
-    row = tl.minimum(place, end - 1)
-    if GATED:
-        row = tl.load(order + row)
-    column = tl.program_id(0) // bound * OUTPUTS + tl.arange(0, OUTPUTS)
-    line = expert * outputs * (1 + GATED) + tl.minimum(column, outputs - 1)
+    place, row = _places(order, first, end, GATED, ROWS)
+    column, line = _lines(expert, bound, outputs, GATED, OUTPUTS)
     at = tl.arange(0, INPUTS)
     right = x + row[None, :].to(tl.int64) * inputs + at[:, None]
     left = weight + line[:, None] * inputs + at[None, :]
@@ -164,9 +189,7 @@ def grouped(
             up = tl.dot(w, a, up)
     if GATED:
         total *= tl.sigmoid(total) * up
-    into = out + place[None, :].to(tl.int64) * outputs + column[:, None]
-    whole = (place < end)[None, :] & (column < outputs)[:, None]
-    tl.store(into, total.to(out.dtype.element_ty), mask=whole)
+    _store(out, place, end, column, outputs, total)
 
 
 @triton.jit

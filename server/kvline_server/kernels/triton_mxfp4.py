@@ -8,6 +8,7 @@ bfloat16 row, in registers, which tensor cores read from there. Reference: Mxfp4
 import triton
 import triton.language as tl
 
+from kvline_server.kernels.triton_experts import _lines, _places, _store, _tile
 from kvline_server.kernels.triton_kernels import _after_the_last
 
 UNIT = tl.constexpr(128)  # numbers of a row, with four scales
@@ -145,18 +146,11 @@ def grouped_mxfp4(
     """As triton_experts.grouped, of a weight of `units` units a row, with a bias of each output.
     GATED: swiglu_oai of W's first half and its second. UNITS are those of an iteration."""
     _after_the_last()
-    tile = tl.program_id(0) % bound
-    expert = tl.load(tiles + tile).to(tl.int64)
-    first = tl.load(tiles + bound + tile)
-    end = tl.load(tiles + 2 * bound + tile)
+    expert, first, end = _tile(tiles, bound)
     if first >= end:
         return
-    place = first + tl.arange(0, ROWS)
-    row = tl.minimum(place, end - 1)
-    if GATED:
-        row = tl.load(order + row)
-    column = tl.program_id(0) // bound * OUTPUTS + tl.arange(0, OUTPUTS)
-    line = expert * outputs * (1 + GATED) + tl.minimum(column, outputs - 1)
+    place, row = _places(order, first, end, GATED, ROWS)
+    column, line = _lines(expert, bound, outputs, GATED, OUTPUTS)
     at = tl.arange(0, UNIT)
     right = x + row[None, :].to(tl.int64) * inputs + at[:, None]
     group = line // GROUP * units
@@ -176,6 +170,4 @@ def grouped_mxfp4(
                 w = _weight(ups, up_scales, unit, units, part, PTX, x.dtype.element_ty)
                 up = tl.dot(w, a, up)
     total = _finished(total, up, bias + line, outputs, GATED, BIASED)
-    into = out + place[None, :].to(tl.int64) * outputs + column[:, None]
-    whole = (place < end)[None, :] & (column < outputs)[:, None]
-    tl.store(into, total.to(out.dtype.element_ty), mask=whole)
+    _store(out, place, end, column, outputs, total)
