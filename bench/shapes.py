@@ -82,7 +82,7 @@ _YARN = YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False, longest=
 
 def _experts(count: int = 32, mxfp4: bool = True) -> Experts:
     """gpt-oss'."""
-    more: dict[str, Any] = {"router": "router", "bias": True, "stacked": True}
+    more: dict[str, Any] = {"router": "router", "stacked": True}
     return Experts(count, 4, True, "mlp.", mxfp4=mxfp4, **more)
 
 

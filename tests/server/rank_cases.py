@@ -33,6 +33,7 @@ from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import cpu_device
 from kvline_server.model.config import Experts, ModelConfig, Norms, Rope
 from kvline_server.model.decoder import Decoder
+from kvline_server.model.linear import Rows
 from kvline_server.model.loader import RandomSource, load_weights
 from kvline_server.model.shard import Shard, check, local
 from kvline_server.parallel.executor import Local
@@ -56,7 +57,7 @@ LLAMA = ModelConfig(
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = Norms("input", "post_attention", "before_mlp", "after_mlp", offset=1.0)
 FUSED: dict[str, Any] = {"qkv": ("qkv_proj",), "gate_up": ("gate_up_proj",)}
-STACKED = Experts(5, 2, True, "mlp.", router="router", bias=True, stacked=True)
+STACKED = Experts(5, 2, True, "mlp.", router="router", stacked=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,9 @@ class Wide(RandomSource):
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         super().check(name + ":", shape)
 
-    def copy(self, name: str, into: torch.Tensor, *where: Any) -> None:
-        super().copy(name + ":", into, *where)
+    def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
+        name = part.name
+        super().copy(replace(part, name=name + ":"), into, column)
         if into.dtype == torch.uint8:  # MXFP4: exponents are four more, values have none
             into.add_(4 if name.endswith("_scales") else 0)
             return

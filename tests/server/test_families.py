@@ -279,7 +279,7 @@ def test_gpt_oss_has_experts_in_4_bits_and_a_window_in_every_other_layer(
     model = read(tmp_path, raw)
     layers, count = raw["num_hidden_layers"], raw["num_local_experts"]
     assert model.experts == Experts(
-        count, 4, True, "mlp.", router="router", bias=True, stacked=True, mxfp4=True
+        count, 4, True, "mlp.", router="router", stacked=True, mxfp4=True
     )
     assert model.windows == (128, 0) * (layers // 2) and model.activation == "swiglu_oai"
     scaling = YarnScaling(

@@ -45,9 +45,8 @@ class Routing:
 
     chosen: int  # of a row
     renormalise: bool  # the weights of the chosen ones add up to 1
-    activation: (
-        str  # of the gate: silu, gelu_tanh, or swiglu_oai, which clamps both and adds 1 to up
-    )
+    # Of the gate: silu, gelu_tanh, or swiglu_oai, which clamps both and adds 1 to up.
+    activation: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,7 @@ class Attention:
             self.k_norm = norm(tensors, c, own + "k_norm", widths[1], rows[1])
         output = [Rows(own + "o_proj", range(c.hidden), c.hidden)]
         self.output = projection(tensors, output, widths[0], c.output_bias, rows[0])
-        self.sinks: torch.Tensor | None = (
-            None  # float32 [heads]: it is in the softmax, which is in float32
-        )
+        self.sinks: torch.Tensor | None = None  # [heads], in float32 as the softmax is
         if c.sinks:
             self.sinks = tensors.get([Rows(own + "sinks", heads[0], c.heads)], dtype=torch.float32)
 

@@ -90,8 +90,8 @@ class Experts:
     at: str  # of the tensors, after the layer's prefix
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"  # its name after `at`
-    bias: bool = False  # the router and every expert have biases
     # All experts are in one tensor, the rows of gate and up by turns: gate_up_proj and down_proj.
+    # They have biases, and so has the router.
     stacked: bool = False
     mxfp4: bool = False  # with weights of 4 bits in the files
 

@@ -43,8 +43,6 @@ def _stacked(tensors: Tensors, config: ModelConfig, many: Experts, at: str) -> L
     inputs = _Stack(tensors, many, at + "gate_up_proj", 2 * width, both)
     outputs = _Stack(tensors, many, at + "down_proj", hidden, [range(hidden)])
     gate_up, down = inputs.weight(hidden), outputs.weight(width, columns)
-    if not many.bias:
-        return Layer(gate_up, down)
     return Layer(gate_up, down, inputs.bias(), outputs.bias(of_sum=True))
 
 

@@ -30,7 +30,7 @@ class Experts:
         self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
         router = [Rows(own + many.router, every, many.count)]
-        self.router = projection(tensors, router, c.hidden, many.bias)
+        self.router = projection(tensors, router, c.hidden, many.stacked)
         before = tensors.counts.copy()
         self.layer = expert_weights.read(tensors, c, many, own)
         self.counts = tensors.counts - before  # elements by dtype, as the files have them

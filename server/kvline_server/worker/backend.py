@@ -160,7 +160,7 @@ def _cuda_kernels(
             cuda_write.check(*shape)
             if (many := model.experts) is not None:
                 cuda_experts.check(many.count, many.chosen, model.hidden, model.intermediate)
-                cuda_mxfp4.check(many.mxfp4, many.bias, model.hidden, model.intermediate)
+                cuda_mxfp4.check(many.mxfp4, many.stacked, model.hidden, model.intermediate)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
                 return FlashInferKernels(*shape, group, cache, windows)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing

@@ -42,9 +42,7 @@ def read(fields: Fields) -> ModelConfig:
         fields.only(key, value, value)
     rope = _rope(fields)
     model = dense(fields, rope, kv_heads=8, head_dim=64, eps=1e-5)
-    many = experts(
-        fields, "num_local_experts", True, "mlp.", router="router", bias=True, stacked=True
-    )
+    many = experts(fields, "num_local_experts", True, "mlp.", router="router", stacked=True)
     # Older names beside their equals.
     fields.only("experts_per_token", many.chosen, many.chosen)
     fields.only("num_experts", many.count, many.count)
