@@ -1,4 +1,4 @@
-"""Attention in float64, the oracle of the kernels' tests, and what they compare with it."""
+"""What the kernels of attention are given in their tests, and how far they are from float64."""
 
 from __future__ import annotations
 
@@ -46,40 +46,6 @@ def planned(decodes: tuple[int, ...], chunks: tuple[tuple[int, int], ...]) -> La
     work = [Work(sequence(rng, n, free), n - 1, 1, Kind.DECODE) for n in decodes]
     work += [Work(sequence(rng, start + n, free), start, n, Kind.PROMPT) for start, n in chunks]
     return build(work).step.layout
-
-
-def expected(
-    q: torch.Tensor,
-    cache: KVLayer,
-    layout: Layout,
-    window: int,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """float64 [rows, heads, dim]; sinks are a logit more, which is dropped behind the softmax."""
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    (held,) = layout.groups
-    for at, length in enumerate(held.lengths.tolist()):
-        rows = slice(*layout.row_starts[at : at + 2].tolist())
-        own = torch.from_numpy(held.pages[slice(*held.page_starts[at : at + 2])]).to(q.device)
-        keys, values = (
-            part[own.long()].double().flatten(0, 1)[:length] * by
-            for part, by in ((cache.keys, cache.scales.keys), (cache.values, cache.scales.values))
-        )
-        group = q.shape[1] // keys.shape[1]
-        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys.repeat_interleave(group, 1))
-        token = torch.arange(length, device=q.device)
-        query = token[rows.start - rows.stop :].unsqueeze(1)
-        hidden = token > query
-        if window:
-            hidden |= token <= query - window
-        scores = (scores * scale).masked_fill_(hidden, float("-inf"))
-        if sinks is not None:
-            more = sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
-            scores = torch.cat((scores, more), dim=-1)
-        shares = scores.softmax(dim=-1)[..., :length]
-        out[rows] = torch.einsum("hrn,nhd->rhd", shares, values.repeat_interleave(group, 1))
-    return out
 
 
 def near(got: torch.Tensor, want: torch.Tensor, what: Any) -> None:

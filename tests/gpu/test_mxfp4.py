@@ -3,28 +3,19 @@ in captured graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pytest
 import torch
-from test_experts import distance
+from test_experts import OFF, Mixture, distance, no_memory_left
 
 from kvline_server.kernels.cuda_mxfp4 import TILES, Mxfp4Gemms, packed
 from kvline_server.kernels.experts import Given, Layer, Routing
 from kvline_server.kernels.mxfp4 import Mxfp4Weight
 
 pytestmark = pytest.mark.gpu
-OFF = 8e-3  # of the whole: bfloat16's rounding of what is between the two GEMMs, and of the sum
+__all__ = ["no_memory_left"]  # a fixture of all tests
 
 
-@dataclass(frozen=True)
-class Mixture:
-    experts: int
-    chosen: int
-    hidden: int
-    width: int
-
+class InFourBits(Mixture):
     def layers(self, down_bias: bool = True) -> tuple[Layer, Layer]:
         """As published, and as the kernel reads it."""
         torch.manual_seed(0)
@@ -39,19 +30,10 @@ class Mixture:
     def routing(self) -> Routing:
         return Routing(self.chosen, True, "swiglu_oai")
 
-    def inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and the router's logits."""
-        torch.manual_seed(rows)
-        x, logits = (
-            torch.randn((rows, n), device="cuda", dtype=torch.bfloat16)
-            for n in (self.hidden, self.experts)
-        )
-        return x, logits
 
-
-OF_20B, OF_120B = Mixture(32, 4, 2880, 2880), Mixture(128, 4, 2880, 2880)
-OF_TWO_RANKS = Mixture(32, 4, 2880, 1440)
-ODD = Mixture(7, 3, 544, 224)  # neither is a whole number of the kernel's units
+OF_20B, OF_120B = InFourBits(32, 4, 2880, 2880), InFourBits(128, 4, 2880, 2880)
+OF_TWO_RANKS = InFourBits(32, 4, 2880, 1440)
+ODD = InFourBits(7, 3, 544, 224)  # neither is a whole number of the kernel's units
 
 
 def weight(rows: int, inputs: int) -> Mxfp4Weight:
@@ -88,12 +70,6 @@ def oracle(x: torch.Tensor, logits: torch.Tensor, layer: Layer, chosen: int) -> 
     return out
 
 
-@pytest.fixture(autouse=True)
-def no_memory_left() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize(
     ("mixture", "counts"),
     [
@@ -105,7 +81,7 @@ def no_memory_left() -> Iterator[None]:
     ids=["20b", "120b", "of-two-ranks", "odd"],
 )
 @torch.inference_mode()
-def test_every_tile_is_near_to_float64(mixture: Mixture, counts: tuple[int, ...]) -> None:
+def test_every_tile_is_near_to_float64(mixture: InFourBits, counts: tuple[int, ...]) -> None:
     """Also those that no trial would take for the row count."""
     published, layer = mixture.layers()
     gemms = Mxfp4Gemms({}, lambda x, _: x)

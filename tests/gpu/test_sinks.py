@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import attention, expected, filled, near, planned, replayed
+from float64_attention import expected
+from oracle import attention, filled, near, planned, replayed
 from pairs import captured, forward, hidden, sequence, sides, slide
 
 from kvline_server.engine.batch import build

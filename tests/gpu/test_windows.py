@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import attention, expected, filled, near, planned, replayed
+from float64_attention import expected
+from oracle import attention, filled, near, planned, replayed
 
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.memory.pages import PAGE_SIZE

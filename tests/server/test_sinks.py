@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from engines import mapped
+from float64_attention import expected
 from safetensors.torch import save_file
+from test_shards import MODEL as OTHER
 
 from kvline_contract.memory import SCALES
 from kvline_server.errors import ModelInvalid
@@ -19,7 +21,6 @@ from kvline_server.kernels.layout import GroupLayout, Layout, starts
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.model.config import ModelConfig, Rope
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.loader import RandomSource, SafetensorsSource, checked, load_weights
 from kvline_server.model.shard import Shard
@@ -30,20 +31,7 @@ WINDOW = 21
 DECODES = [(1, 1), (WINDOW - 1, 1), (WINDOW, 1), (WINDOW + 1, 1), (70, 1), (40, 3), (22, 3)]
 CHUNKS = [(7, 7), (WINDOW, WINDOW), (50, 50), (90, 13), (30, 25)]
 STEPS = [(DECODES, CHUNKS), (DECODES, []), ([], CHUNKS[2:3])]
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    layers=2,
-    hidden=48,
-    intermediate=96,
-    heads=12,
-    kv_heads=4,
-    head_dim=8,
-    vocabulary=307,
-    max_position=64,
-    norm_eps=1e-5,
-    rope=Rope(10000.0),
-    sinks=True,
-)
+MODEL = replace(OTHER, sinks=True)
 
 
 def planned(decodes: list[tuple[int, int]], chunks: list[tuple[int, int]]) -> Layout:
@@ -55,36 +43,6 @@ def planned(decodes: list[tuple[int, int]], chunks: list[tuple[int, int]]) -> La
     none = np.zeros(0, np.int64)
     group = GroupLayout(lengths, starts(held), pages, none, none)
     return Layout(len(decodes), starts(rows), np.concatenate(positions).astype(np.int32), (group,))
-
-
-def expected(
-    q: torch.Tensor,
-    cache: KVLayer,
-    layout: Layout,
-    window: int,
-    scale: float,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    """float64 [rows, heads, dim]: a softmax over one logit more, which is dropped behind it."""
-    out, (held,) = torch.empty(q.shape, dtype=torch.float64), layout.groups
-    for at, length in enumerate(held.lengths.tolist()):
-        rows = slice(*layout.row_starts[at : at + 2].tolist())
-        pages = torch.from_numpy(held.pages[slice(*held.page_starts[at : at + 2])]).long()
-        keys, values = (
-            part[pages].double().flatten(0, 1)[:length].repeat_interleave(3, 1) * by
-            for part, by in ((cache.keys, cache.scales.keys), (cache.values, cache.scales.values))
-        )
-        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale
-        token = torch.arange(length)
-        query = token[rows.start - rows.stop :].unsqueeze(1)
-        hidden = token > query
-        if window:
-            hidden |= token <= query - window
-        scores.masked_fill_(hidden, float("-inf"))
-        more = sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
-        shares = torch.cat((scores, more), dim=-1).softmax(dim=-1)[..., :-1]
-        out[rows] = torch.einsum("hrn,nhd->rhd", shares, values)
-    return out
 
 
 def cached(dtype: torch.dtype, scales: Scales | None = None) -> KVLayer:
