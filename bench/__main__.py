@@ -54,6 +54,7 @@ def main(names: list[str]) -> int:
             "ngram",
             "host",
             "grammars",
+            "dequantise",
         )
     }
     known |= {

@@ -10,7 +10,7 @@ import offline
 import peers
 import torch
 from client import Asked
-from reads import BANDWIDTH, experts_ms
+from reads import BANDWIDTH, decode_ms, experts_ms
 from record import record, table
 from serving import served
 from shapes import SHAPES
@@ -35,12 +35,16 @@ def run() -> None:
                     read = experts_ms(shape, shape.experts, count)
                     share = read / best
                     record(f"experts-share-{count}-{label}", share, "ratio", (share, share), gpu)
-                    shares.append([label, str(count), f"{read:.3f}", f"{share:.3f}"])
+                    least = decode_ms(shape, shape.experts, count, PROMPT + OUTPUT // 2)
+                    over = best / least
+                    record(f"decode-floor-{count}-{label}", over, "ratio", (over, over), gpu)
+                    cells = (f"{read:.3f}", f"{share:.3f}", f"{least:.3f}", f"{over:.2f}")
+                    shares.append([label, str(count), *cells])
     head = ["model", "requests at once", "ms a token", "worst round"]
     table(f"Prompts of {PROMPT} tokens, {OUTPUT} more streamed over HTTP", head, rows)
     if shares:
-        head = ["model", "requests at once", "ms a token", "of its time"]
-        title = "Reading the experts' weights alone"
+        head = ["model", "requests at once", "experts ms", "of its time", "all ms", "of all"]
+        title = "Reading the experts' weights alone, and all that is read"
         table(f"{title}, at {BANDWIDTH / 1e12:.1f} TB/s of a GPU", head, shares)
 
 

@@ -44,3 +44,16 @@ def experts_ms(shape: ModelConfig, many: Experts, at_once: int) -> float:
     # In 4 bits with a byte for each 32.
     size = 17 / 32 if many.mxfp4 else torch.bfloat16.itemsize
     return 1e3 * elements * size / BANDWIDTH
+
+
+def decode_ms(shape: ModelConfig, many: Experts, at_once: int, context: int) -> float:
+    """Milliseconds of a step that reads what so many requests with a context of so many tokens need
+    of the experts, the projections of attention, the LM head and the KV cache, and does nothing
+    else."""
+    heads = 2 * shape.heads + 2 * shape.kv_heads  # queries and output, keys and values
+    elements = shape.layers * shape.hidden * heads * shape.head_dim
+    elements += shape.vocabulary * shape.hidden
+    held = sum(min(context, window or context) for window in shape.every_window)
+    elements += at_once * held * 2 * shape.kv_heads * shape.head_dim
+    others = elements / peers.GPUS * torch.bfloat16.itemsize / BANDWIDTH
+    return experts_ms(shape, many, at_once) + 1e3 * others

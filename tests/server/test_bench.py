@@ -88,6 +88,16 @@ def test_what_requests_need_of_the_experts_takes_its_time_to_read() -> None:
         assert reads.experts_ms(model, many, 1) == pytest.approx(want)
 
 
+def test_the_floor_of_a_decode_has_projections_the_head_and_windows() -> None:
+    model = shapes.SHAPES["gptoss20b"]
+    assert model.experts is not None
+    projections = 24 * 2880 * 64 * (64 + 64 + 8 + 8)
+    keys_and_values = 12 * (448 + 128) * 2 * 8 * 64
+    others = 2 * (projections + 201_088 * 2880 + 64 * keys_and_values) / reads.BANDWIDTH
+    want = reads.experts_ms(model, model.experts, 64) + 1e3 * others
+    assert reads.decode_ms(model, model.experts, 64, 448) == pytest.approx(want)
+
+
 def test_without_a_gpu_its_kernels_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"bench experts: .* CUDA finds none"):
