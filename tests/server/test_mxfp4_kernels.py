@@ -68,6 +68,8 @@ for choice in range(len(TILES)):
     check(3, 2, 7, 64, 96, choice)
 check(2, 1, 70, 160, 32, 2)  # several tiles of an expert, and no whole number of units
 check(2, 1, 70, 160, 32, 0)
+for rows, choice in ((40, 4), (70, 4), (70, 6), (150, 6)):  # up to 16, 32, 64 and 128 pairs in one
+    check(2, 1, rows, 96, 32, choice)
 check(3, 2, 9, 288, 160, 0, real=5)
 check(8, 2, 2, 96, 32, 0)  # each pair is a tile
 check(3, 2, 7, 64, 96, 0, elsewhere=True)  # a rank without the biases of down
@@ -119,6 +121,6 @@ def test_without_a_trial_a_tile_fits_what_an_expert_has() -> None:
         128,
         128,
     ]
-    for rows, least, most in zip(counts, (16, 16, 16, 32, 32), (32, 32, 64, 128, 128), strict=True):
+    for rows, least, most in zip(counts, (8, 8, 16, 32, 32), (32, 32, 64, 128, 128), strict=True):
         tried = [TILES[at].rows for at in gemms.tried(rows * chosen, experts)]
         assert (min(tried), max(tried)) == (least, most), rows

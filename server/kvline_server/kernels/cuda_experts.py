@@ -35,7 +35,7 @@ class Tile:
     """Of a program of `grouped` or `grouped_mxfp4`."""
 
     rows: int
-    outputs: int  # of gate and of up; of down in `grouped` twice as many
+    outputs: int  # of gate and of up; of down twice as many
     inputs: int
     warps: int
     stages: int

@@ -28,9 +28,10 @@ SHIFT = 126
 LARGEST = 2 * BIAS - SHIFT  # of a scale, as published: 2^1
 
 
-TILES = (  # inputs are whole units
-    Tile(16, 64, 2 * UNIT, 4, 3),
-    Tile(16, 128, 2 * UNIT, 8, 3),
+TILES = (  # rows are the most of a program, which takes fewer columns where it has fewer
+    Tile(8, 32, UNIT, 4, 6),
+    Tile(8, 64, UNIT, 4, 4),
+    Tile(16, 64, UNIT, 4, 4),
     Tile(32, 64, UNIT, 4, 3),
     Tile(64, 64, UNIT, 4, 3),
     Tile(64, 128, UNIT, 8, 3),
@@ -90,7 +91,7 @@ class Mxfp4Gemms(ExpertGemms):
             # Without a bias the kernel reads none; any pointer will do.
             parts = (weight.values, weight.scales, x if bias is None else bias)
             sizes = (pairs.tiles, bound, out, outputs, inputs, units)
-            programs = bound * -(-outputs // tile.outputs)
+            programs = bound * -(-outputs // (tile.outputs * (1 if out is gated else 2)))
             launch(variant, programs, source, pairs.order, *parts, *sizes)
         return made
 
@@ -106,7 +107,7 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
 def _variant(dtype: torch.dtype, tile: Tile, gated: bool, biased: bool) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
     arguments = (kind, "*i32", "*i16", "*i32", kind, "*i32", "i32", kind, "i32", "i32", "i32")
-    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "UNITS": tile.inputs // UNIT, "PTX": PTX}
+    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "PTX": PTX}
     constants = {"GATED": int(gated), "BIASED": int(biased)} | sizes
     aligned, given = (0, 2, 3, 7, 8, 9), tuple(constants.items())
     return Variant("grouped_mxfp4", arguments, aligned, given, warps=tile.warps, stages=tile.stages)

@@ -88,32 +88,15 @@ def _unpacked(words, scales, PTX: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _weight(
-    words,
-    scales,
-    unit,
-    units,
-    PART: tl.constexpr,
-    PTX: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """A unit of some rows; of those of an iteration the first is always there."""
-    if PART:
-        w = tl.load(words + unit * (GROUP * WORDS), mask=unit < units, other=0)
-        s = tl.load(scales + unit * GROUP, mask=unit < units, other=0)
-    else:
-        w = tl.load(words + unit * (GROUP * WORDS))
-        s = tl.load(scales + unit * GROUP)
-    return _unpacked(w, s, PTX, DTYPE)
-
-
-@triton.jit
-def _finished(total, up, bias, outputs, GATED: tl.constexpr, BIASED: tl.constexpr):
-    """What follows the GEMM: biases, and of gate and up swiglu_oai."""
+def _finished(total, bias, line, outputs, GATED: tl.constexpr, BIASED: tl.constexpr):
+    """What follows the GEMM: biases, and swiglu_oai of gate and up, which are `total`'s halves."""
+    if GATED:
+        halves = total.reshape(2, total.shape[0] // 2, total.shape[1])
+        total, up = tl.split(tl.permute(halves, (1, 2, 0)))
     if BIASED:
-        total += tl.load(bias).to(tl.float32)[:, None]
+        total += tl.load(bias + line).to(tl.float32)[:, None]
         if GATED:
-            up += tl.load(bias + outputs).to(tl.float32)[:, None]
+            up += tl.load(bias + line + outputs).to(tl.float32)[:, None]
     if GATED:
         # A NaN stays one: it ends its request.
         total = tl.minimum(total, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -121,6 +104,51 @@ def _finished(total, up, bias, outputs, GATED: tl.constexpr, BIASED: tl.constexp
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         total *= tl.sigmoid(ALPHA * total) * (up + 1.0)
     return total
+
+
+@triton.jit
+def _rows(
+    x,
+    order,
+    weight,
+    scales,
+    bias,
+    expert,
+    first,
+    end,
+    bound,
+    out,
+    outputs,
+    inputs,
+    units,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """A program of `grouped_mxfp4` whose tile has up to ROWS pairs. With gate, its rows of the
+    weight are those of gate and then those of up: one GEMM, for which a warp has more to unpack
+    while its tensor cores are at work."""
+    every: tl.constexpr = 2 * OUTPUTS
+    place, row = _places(order, first, end, GATED, ROWS)
+    column, line = _lines(expert, bound, outputs, GATED, every // (1 + GATED))
+    at = tl.arange(0, UNIT)
+    right = x + row[None, :].to(tl.int64) * inputs + at[:, None]
+    wide = line
+    if GATED:
+        wide = tl.join(line, line + outputs).permute(1, 0).reshape(every)
+    group = wide // GROUP * units
+    left = weight + ((group * GROUP + wide % GROUP) * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+    lefts = scales + group * GROUP + wide % GROUP
+    total = tl.zeros((every, ROWS), tl.float32)
+    for unit in range(units):
+        a = tl.load(right + unit * UNIT, mask=(at < inputs - unit * UNIT)[:, None], other=0.0)
+        words = tl.load(left + unit * (GROUP * WORDS))
+        w = _unpacked(words, tl.load(lefts + unit * GROUP), PTX, x.dtype.element_ty)
+        total = tl.dot(w, a, total)
+    total = _finished(total, bias, line, outputs, GATED, BIASED)
+    _store(out, place, end, column, outputs, total)
 
 
 @triton.jit
@@ -140,34 +168,21 @@ def grouped_mxfp4(
     BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    UNITS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """As triton_experts.grouped, of a weight of `units` units a row, with a bias of each output.
-    GATED: swiglu_oai of W's first half and its second. UNITS are those of an iteration."""
+    GATED: swiglu_oai of W's first half and its second. A tile of few pairs takes as few columns of
+    the tensor cores: most experts' last one, and with few rows in a step every one."""
     _after_the_last()
     expert, first, end = _tile(tiles, bound)
     if first >= end:
         return
-    place, row = _places(order, first, end, GATED, ROWS)
-    column, line = _lines(expert, bound, outputs, GATED, OUTPUTS)
-    at = tl.arange(0, UNIT)
-    right = x + row[None, :].to(tl.int64) * inputs + at[:, None]
-    group = line // GROUP * units
-    left = weight + ((group * GROUP + line % GROUP) * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
-    lefts = scales + group * GROUP + line % GROUP
-    between = outputs.to(tl.int64) * units  # words of 32 bits from gate to up
-    ups, up_scales = left + between * WORDS, lefts + between
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    up = total
-    for start in range(0, units, UNITS):
-        for part in tl.static_range(UNITS):
-            unit = start + part
-            a = tl.load(right + unit * UNIT, mask=(at < inputs - unit * UNIT)[:, None], other=0.0)
-            w = _weight(left, lefts, unit, units, part, PTX, x.dtype.element_ty)
-            total = tl.dot(w, a, total)
-            if GATED:
-                w = _weight(ups, up_scales, unit, units, part, PTX, x.dtype.element_ty)
-                up = tl.dot(w, a, up)
-    total = _finished(total, up, bias + line, outputs, GATED, BIASED)
-    _store(out, place, end, column, outputs, total)
+    how = (x, order, weight, scales, bias, expert, first, end, bound, out, outputs, inputs, units)
+    if ROWS > 16 and end - first <= 16:
+        _rows(*how, GATED, BIASED, 16, OUTPUTS, PTX)
+    elif ROWS > 32 and end - first <= 32:
+        _rows(*how, GATED, BIASED, 32, OUTPUTS, PTX)
+    elif ROWS > 64 and end - first <= 64:
+        _rows(*how, GATED, BIASED, 64, OUTPUTS, PTX)
+    else:
+        _rows(*how, GATED, BIASED, ROWS, OUTPUTS, PTX)
