@@ -84,7 +84,7 @@ def test_weights_that_stay_in_fp8_are_those_of_the_file(
     assert nbytes == whole.nbytes(torch.float32) - 3 * values + 4 * scales
     config = read_config(small)
     source = Dequantised(SafetensorsSource(small), config.quantization)
-    assert checked(source, config, shard, keeps_fp8=True).counts == made.counts
+    assert checked(source, config, shard, Keeping()).counts == made.counts
 
 
 Q, K, V = Rows("q", range(256), 256), Rows("k", range(128), 128), Rows("v", range(192), 192)
@@ -120,7 +120,7 @@ def test_scales_are_fused_and_cut_as_the_weights_are(
         whole[part.name] = Fp8Weight(values, few.float(), kind == "block").dequantised()
     save_file(tensors, tmp_path / "model.safetensors")
     source = Dequantised(SafetensorsSource(tmp_path), how)
-    projection(Tensors(source, WHOLE, True), parts, columns, own=own)  # checks
+    projection(Tensors(source, WHOLE, Keeping()), parts, columns, own=own)  # checks
     loading = Loading(source, Keeping(), 1, lambda *at: None, WHOLE)
     made = projection(loading, parts, columns, own=own)
     assert isinstance(made.weight, Fp8Weight) == (kind == "channel" or not cut)

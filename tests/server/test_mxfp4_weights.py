@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from kvline_contract import memory
 from kvline_server.errors import ModelInvalid, ModelUnsupported
-from kvline_server.kernels import mxfp4
+from kvline_server.kernels import cuda_mxfp4, mxfp4
 from kvline_server.kernels.experts import ExpertWeight, Given
 from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.kernels.torch_experts import TorchExperts
 from kvline_server.model import shard
 from kvline_server.model.config import read_config
 from kvline_server.model.dequantised import Dequantised
@@ -84,6 +85,44 @@ def test_both_forms_of_one_model_answer_alike(both: tuple[Path, Path]) -> None:
         tokens = [token for output in outputs for token in output.tokens]
         found.append((tokens, outputs[0].prompt_scores.values.tolist()))
     assert found[0] == found[1]
+
+
+class PackingExperts(TorchExperts):
+    """A GPU's layout."""
+
+    def packing(self, rows: int, inputs: int, device: torch.device) -> PackedMxfp4:
+        return cuda_mxfp4.packing(rows, inputs, device)
+
+    def pack(self, some: Mxfp4Weight, into: PackedMxfp4, at: int) -> None:
+        assert some.nbytes <= 2 * PACKED_BYTES, "more than a part of both layouts at once"
+        cuda_mxfp4.pack(some, into, at)
+
+
+PACKED_BYTES = 3000
+
+
+@pytest.mark.parametrize("own", [WHOLE, Shard(0, 2), Shard(1, 2)])
+def test_what_a_gpus_layout_adds_is_known_before_any_is_read(
+    both: tuple[Path, Path], own: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of 64, or 32 of a rank, are padded to 128. They are read and packed part by part."""
+    monkeypatch.setattr("kvline_server.model.loader.PACKED_BYTES", PACKED_BYTES)
+    kernels, config = TorchKernels(), read_config(both[0])
+    kernels.experts = PackingExperts(kernels.rows)
+    source = Dequantised(SafetensorsSource(both[0]), config.quantization)
+    known = checked(source, config, own, kernels).nbytes(torch.float32)
+    heard: list[tuple[int, int]] = []
+    made, plain = loaded(both[0], own, kernels, heard), loaded(both[0], own)
+    assert known == made.nbytes(torch.float32) == sum(part.fixed for part in made.parts())
+    assert heard[-1] == (plain.nbytes(torch.float32),) * 2  # of the files
+    packed = 0
+    for layer, other in zip(made.experts(), plain.experts(), strict=True):
+        for name in ("gate_up", "down"):
+            got, want = (getattr(each.layer, name) for each in (layer, other))
+            want = cuda_mxfp4.packed(want)
+            assert torch.equal(got.values, want.values) and torch.equal(got.scales, want.scales)
+            packed += got.nbytes - getattr(other.layer, name).nbytes
+    assert known - plain.nbytes(torch.float32) == packed > 0
 
 
 @pytest.mark.parametrize("own", [WHOLE, Shard(0, 2), Shard(1, 2)])

@@ -22,7 +22,7 @@ UNIT = 4 * BLOCK  # numbers of a row
 GROUP = 32  # rows
 ACTIVATION = "swiglu_oai"  # the kernel's
 PTX = 1  # tests in Triton's interpreter set 0
-PACKED_ROWS = 1 << 15  # at a time
+PACKED_ROWS = 1 << 12  # at a time, as words of 32 bits
 # bfloat16's exponents: a number of 4 bits begins at 2^-126, which its scale makes up for.
 SHIFT = 126
 LARGEST = 2 * BIAS - SHIFT  # of a scale, as published: 2^1
@@ -41,13 +41,31 @@ TILES = (  # rows are the most of a program, which takes fewer columns where it 
 
 def packed(weight: Mxfp4Weight) -> PackedMxfp4:
     """Of scales of up to LARGEST."""
-    rows = len(weight)
-    parts = [_packed(weight[at : at + PACKED_ROWS]) for at in range(0, rows, PACKED_ROWS)]
-    values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    return PackedMxfp4(values, scales, weight.shape)
+    rows, inputs = weight.shape
+    made = packing(rows, inputs, weight.values.device)
+    pack(weight, made, 0)
+    return made
+
+
+def packing(rows: int, inputs: int, device: torch.device) -> PackedMxfp4:
+    """Room for a weight [rows, inputs], which `pack` fills."""
+    shape = rows // GROUP, -(-inputs // UNIT), GROUP
+    values = torch.empty((*shape, BLOCK), dtype=torch.int16, device=device)
+    scales = torch.empty(shape, dtype=torch.int32, device=device)
+    return PackedMxfp4(values, scales, torch.Size((rows, inputs)))
+
+
+def pack(some: Mxfp4Weight, into: PackedMxfp4, at: int) -> None:
+    """Rows of it, from `at` on; both are whole groups. Scales are up to LARGEST."""
+    for start in range(0, len(some), PACKED_ROWS):
+        values, scales = _packed(some[start : start + PACKED_ROWS])
+        first = (at + start) // GROUP
+        own = slice(first, first + len(values))
+        into.values[own], into.scales[own] = values, scales
 
 
 def _packed(weight: Mxfp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views, to be copied."""
     rows, inputs = weight.shape
     units = -(-inputs // UNIT)
     nibbles = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).view(rows, inputs)
@@ -58,7 +76,7 @@ def _packed(weight: Mxfp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = pad(weight.scales + SHIFT, (0, 4 * units - inputs // BLOCK))
     scales = exponents.contiguous().view(torch.int32).view(rows // GROUP, GROUP, units)
     tiled = words.to(torch.int16).view(rows // GROUP, GROUP, units, BLOCK).transpose(1, 2)
-    return tiled.contiguous(), scales.transpose(1, 2).contiguous()
+    return tiled, scales.transpose(1, 2)
 
 
 def check(mxfp4: bool, biased: bool, hidden: int, width: int) -> None:

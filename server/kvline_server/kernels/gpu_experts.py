@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvline_server.kernels import cuda_mxfp4
 from kvline_server.kernels.cuda_experts import ExpertGemms
-from kvline_server.kernels.cuda_mxfp4 import LARGEST, Mxfp4Gemms, packed
+from kvline_server.kernels.cuda_mxfp4 import LARGEST, Mxfp4Gemms
 from kvline_server.kernels.experts import Experts, Given, Layer, Routing
 from kvline_server.kernels.formats import replay_time
 from kvline_server.kernels.group import Group
@@ -23,8 +24,11 @@ class GpuExperts(Experts):
         self._plain = ExpertGemms(choices, rows.activate_and_mul)
         self._mxfp4 = Mxfp4Gemms(choices, rows.activate_and_mul)
 
-    def pack(self, weight: Mxfp4Weight) -> PackedMxfp4:
-        return packed(weight)
+    def packing(self, rows: int, inputs: int, device: torch.device) -> PackedMxfp4:
+        return cuda_mxfp4.packing(rows, inputs, device)
+
+    def pack(self, some: Mxfp4Weight, into: PackedMxfp4, at: int) -> None:
+        cuda_mxfp4.pack(some, into, at)
 
     def run(
         self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given

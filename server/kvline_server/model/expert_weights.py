@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvline_server.kernels.experts import ExpertWeight, Layer
-from kvline_server.kernels.mxfp4 import BLOCK, Mxfp4Weight
+from kvline_server.kernels.mxfp4 import BLOCK
 from kvline_server.model.config import Experts, ModelConfig
 from kvline_server.model.linear import Rows, Stacked, Tensors
 from kvline_server.model.quantization import MXFP4_SCALES, MXFP4_VALUES
@@ -65,13 +65,7 @@ class _Stack:
         scaled = count, self.outputs, inputs // BLOCK
         values = self._parts(MXFP4_VALUES, (*scaled, BLOCK // 2))
         scales = self._parts(MXFP4_SCALES, scaled)
-        return tensors.pack_experts(
-            Mxfp4Weight(
-                tensors.get(values, inputs // 2, _cut(own, 2), dtype=torch.uint8),
-                tensors.get(scales, inputs // BLOCK, _cut(own, BLOCK), dtype=torch.uint8),
-            ),
-            self.name + MXFP4_SCALES,
-        )
+        return tensors.experts(values, scales, inputs, own)
 
     def bias(self, of_sum: bool = False) -> torch.Tensor | None:
         """[experts, rows]; what is added to a sum over ranks rank 0 alone has, and all check."""
@@ -88,8 +82,3 @@ class _Stack:
             for expert in range(self.many.count)
             for rows in self.rows
         ]
-
-
-def _cut(own: range | None, size: int) -> range | None:
-    """Columns of so many numbers each."""
-    return None if own is None else range(own.start // size, own.stop // size)

@@ -14,7 +14,9 @@ from typing import Protocol
 
 import torch
 
+from kvline_server.kernels import mxfp4
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight, fits
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
 from kvline_server.kernels.projection import Projection
 from kvline_server.model.quantization import Quantization
@@ -72,13 +74,20 @@ class TensorSource(Protocol):
 
 
 class Tensors:
-    """Counts elements of a rank, and checks each tensor against the source."""
+    """Counts elements of a rank, and checks each tensor against the source. Without kernels, of
+    weights that are as any kernels take them."""
 
-    def __init__(self, source: TensorSource, shard: Shard = WHOLE, keeps_fp8: bool = False) -> None:
+    device = torch.device("meta")
+
+    def __init__(
+        self, source: TensorSource, shard: Shard = WHOLE, kernels: Kernels | None = None
+    ) -> None:
         self.source = source
         self.shard = shard
-        self.keeps_fp8 = keeps_fp8
+        self.keeps_fp8 = kernels is not None and kernels.gemms.keeps_fp8
+        self._experts = None if kernels is None else kernels.experts
         self.counts: Counter[torch.dtype | None] = Counter()  # elements; None: of the model's dtype
+        self.padding = 0  # bytes that the kernels' layout of experts in MXFP4 adds
 
     @property
     def elements(self) -> int:
@@ -135,9 +144,36 @@ class Tensors:
         """A GEMM's weight, in the layout that is fastest for its kernel."""
         return weight
 
-    def pack_experts(self, weight: Mxfp4Weight, scales: str) -> Mxfp4Weight | PackedMxfp4:
-        """As `pack`, of experts, whose scales are a tensor of that name."""
-        return weight
+    def experts(
+        self, values: Sequence[Rows], scales: Sequence[Rows], inputs: int, own: range | None = None
+    ) -> Mxfp4Weight | PackedMxfp4:
+        """A weight of all experts of a layer in MXFP4, of parts that are all of as many rows, each
+        with its scales; of the `own` of all inputs if given. In the layout of the kernels."""
+        made, packed = self._mxfp4(values, scales, inputs, own), self._packing(values, inputs, own)
+        return made if packed is None else packed
+
+    def _mxfp4(
+        self, values: Sequence[Rows], scales: Sequence[Rows], inputs: int, own: range | None
+    ) -> Mxfp4Weight:
+        return Mxfp4Weight(
+            self.get(values, inputs // 2, _cut(own, 2), dtype=torch.uint8),
+            self.get(scales, inputs // mxfp4.BLOCK, _cut(own, mxfp4.BLOCK), dtype=torch.uint8),
+        )
+
+    def _packing(
+        self, values: Sequence[Rows], inputs: int, own: range | None
+    ) -> PackedMxfp4 | None:
+        """Room for it where kernels have a layout of their own; counts what that adds."""
+        rows, taken = sum(len(p.rows) for p in values), inputs if own is None else len(own)
+        made = None if self._experts is None else self._experts.packing(rows, taken, self.device)
+        if made is not None:
+            self.padding += made.nbytes - rows * (taken // 2 + taken // mxfp4.BLOCK)
+        return made
+
+
+def _cut(own: range | None, size: int) -> range | None:
+    """Columns of so many numbers each."""
+    return None if own is None else range(own.start // size, own.stop // size)
 
 
 def _at_blocks(taken: range, of: int, last: bool) -> bool:

@@ -32,6 +32,7 @@ from kvline_server.model.shard import WHOLE, Shard
 from kvline_server.model.shard import vocabulary as own_tokens
 
 COPY_BYTES = 64 << 20
+PACKED_BYTES = 16 << 20  # of experts in MXFP4 that are read before they are packed
 DRAWN = 1 << 24  # random numbers at a time: 32 MiB in bfloat16
 SCALE = 2.0**-11  # of random weights in fp8
 EXPONENTS = 119, 121  # of random weights in MXFP4, below the second: numbers up to 6 times 2^-7
@@ -52,9 +53,14 @@ class Weights:
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
         self.counts = tensors.counts  # elements by dtype
+        self.padding = tensors.padding  # bytes
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """In a model of this dtype, but for what a kernel's layout adds."""
+        """In a model of this dtype, with what the kernels' layout of experts adds."""
+        return self.read_nbytes(dtype) + self.padding
+
+    def read_nbytes(self, dtype: torch.dtype) -> int:
+        """In a model of this dtype, as the files have them."""
         return _nbytes(self.counts, dtype)
 
     def parts(self) -> tuple[OwnedPart, ...]:
@@ -63,7 +69,8 @@ class Weights:
         of_linears = (self.counts[torch.float32] - sinks) * 4
         scales = of_linears + self.expert_scales
         experts = sum(each.layer.nbytes for each in layers) - self.expert_scales
-        others = self.nbytes(size) - of_linears - sum(_nbytes(each.counts, size) for each in layers)
+        of_experts = sum(_nbytes(each.counts, size) for each in layers)
+        others = self.read_nbytes(size) - of_linears - of_experts
         sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts}
         details = {EXPERTS: MXFP4} if self.expert_scales else {}
         return tuple(OwnedPart(name, n, detail=details.get(name)) for name, n in sizes.items() if n)
@@ -195,11 +202,14 @@ def _slice(whole: torch.Tensor, rows: range, into: torch.Tensor, column: int) ->
 
 
 def checked(
-    source: TensorSource, config: ModelConfig, shard: Shard = WHOLE, keeps_fp8: bool = False
+    source: TensorSource,
+    config: ModelConfig,
+    shard: Shard = WHOLE,
+    kernels: Kernels | None = None,
 ) -> Weights:
-    """Checks every name and shape that a rank loads, and counts elements; its tensors are empty.
-    Raises ModelInvalid."""
-    return Weights(Tensors(source, shard, keeps_fp8), config)
+    """Checks every name and shape that a rank loads, and counts elements and bytes, of weights as
+    these kernels keep them; its tensors are empty. Raises ModelInvalid."""
+    return Weights(Tensors(source, shard, kernels), config)
 
 
 def load_weights(
@@ -212,7 +222,7 @@ def load_weights(
     """All weights of a rank, fused, on the kernels' device; `config` is that of the whole model.
     Checks every name and shape before any copy; `copied(done, total)` is called at least every
     COPY_BYTES. Raises ModelInvalid."""
-    total = checked(source, config, shard, kernels.gemms.keeps_fp8).nbytes(kernels.dtype)
+    total = checked(source, config, shard, kernels).read_nbytes(kernels.dtype)
     return Weights(Loading(source, kernels, total, copied, shard), config)
 
 
@@ -227,8 +237,8 @@ class Loading(Tensors):
         copied: Callable[[int, int], None],
         shard: Shard,
     ) -> None:
-        super().__init__(source, shard, kernels.gemms.keeps_fp8)
-        self.kernels = kernels
+        super().__init__(source, shard, kernels)
+        self.kernels, self.device = kernels, kernels.device
         self.copied = copied
         self.done, self.total = 0, total  # bytes
 
@@ -254,7 +264,24 @@ class Loading(Tensors):
     def pack(self, weight: Weight) -> Weight:
         return self.kernels.gemms.pack(weight)
 
-    def pack_experts(self, weight: Mxfp4Weight, scales: str) -> Mxfp4Weight | PackedMxfp4:
+    def experts(
+        self, values: Sequence[Rows], scales: Sequence[Rows], inputs: int, own: range | None = None
+    ) -> Mxfp4Weight | PackedMxfp4:
+        """What is packed is read in parts: never is a whole layer there in both layouts."""
+        into = self._packing(values, inputs, own)
+        if into is None:
+            return self._valid(self._mxfp4(values, scales, inputs, own), scales[0].name)
+        step = max(1, PACKED_BYTES // (len(values[0].rows) * inputs // 2))
+        at = 0
+        for start in range(0, len(values), step):
+            cut = slice(start, start + step)
+            some = self._mxfp4(values[cut], scales[cut], inputs, own)
+            self.kernels.experts.pack(self._valid(some, scales[0].name), into, at)
+            at += len(some)
+        return into
+
+    def _valid(self, weight: Mxfp4Weight, scales: str) -> Mxfp4Weight:
+        """Raises ModelInvalid or ModelUnsupported for scales that the kernels do not take."""
         most, largest = int(weight.scales.max()), self.kernels.experts.largest_scale
         if most == NAN:
             raise ModelInvalid(f"tensor {scales} has a NaN, expected powers of two")
@@ -263,7 +290,7 @@ class Loading(Tensors):
                 f"tensor {scales} has a scale of 2^{most - BIAS}, this device's kernels take up to "
                 f"2^{largest - BIAS}"
             )
-        return self.kernels.experts.pack(weight)
+        return weight
 
     def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:
         """Copies in steps, because one tensor may take minutes on a slow volume."""

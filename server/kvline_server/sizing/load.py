@@ -71,8 +71,7 @@ def load_model(
         with device_errors.translated("load"), compact_heap():
             windows = tuple(order(model.every_window, settings.wanted_len))
             kernels = backend.kernels(local(model, shard), group, windows)
-            if kernels.gemms.keeps_fp8:
-                expected = loader.checked(source, model, shard, True).nbytes(backend.dtype)
+            expected = loader.checked(source, model, shard, kernels).nbytes(backend.dtype)
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
