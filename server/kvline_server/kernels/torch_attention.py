@@ -31,7 +31,9 @@ from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 GATHER_TOKENS = 8192  # of one decode group, padding included
-SCORES = 1 << 21  # of queries and keys at a time, where heads have sinks
+# At a time, where heads have sinks: scores of a key-value head, which stay in a cache; and rows, of
+# which fewer share more of their window.
+SCORES, ROWS = 1 << 20, 64
 MASKED = float("-inf")
 
 
@@ -46,6 +48,7 @@ class Gather:
     pages: torch.Tensor  # [sequences * pages per sequence]
     decodes: int  # sequences; 0: a prompt's chunk
     mask: torch.Tensor | None  # added to the scores, [end - start, tokens]; None: plain causal
+    window: int  # of tokens that a row sees; 0: all before it
 
     def repeat_mask(self, queries: int) -> None:
         """For so many queries of each row, which are the same in all calls."""
@@ -109,6 +112,7 @@ class TorchAttention(Attention):
             pages=torch.from_numpy(pages.reshape(-1)).to(self.device),
             decodes=decodes,
             mask=self._mask(positions[rows], tokens, window, decodes),
+            window=window,
         )
 
     def _mask(
@@ -228,27 +232,46 @@ class TorchAttention(Attention):
         sinks: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """q [sequences * rows of each, heads, dim] -> out of the same shape, in blocks of rows of
-        up to SCORES scores. In float32: torch's own attention takes no sinks."""
-        sequences = gather.decodes or 1
-        q, out = (x.view(sequences, -1, *x.shape[1:]) for x in (q, out))
-        each, heads = q.shape[1:3]
+        """q [sequences * rows of each, heads, dim] -> out of the same shape, a key-value
+        head and a block of rows at a time. In float32: torch's own attention takes no sinks."""
+        sequences, tokens = gather.decodes or 1, gather.tokens
         keys, values = (
-            part[:, :, : gather.tokens].float()
-            for part in self._gather(cache, gather.pages, sequences)
+            part[:, :, :tokens].float() for part in self._gather(cache, gather.pages, sequences)
         )
-        tokens, mask = gather.tokens, gather.mask
+        kv, dim = keys.shape[1], q.shape[2]
+        by_head = (sequences, q.shape[0] // sequences, kv, -1, dim)
+        q, out, sinks = q.view(by_head), out.view(by_head), sinks.view(kv, 1, -1, 1)
+        each, mask = q.shape[1], gather.mask
         if mask is not None:
             # Attention without sinks repeats it for the queries of a key-value head.
             mask = mask.view(sequences, each, -1, tokens)[:, :, 0]
-        step = max(1, SCORES // (sequences * heads * tokens))
-        for start in range(0, each, step):
-            some = slice(start, min(start + step, each))
+        for some, seen in _blocks(gather, each, SCORES // (sequences * q.shape[3])):
             if mask is None:
-                added = keys.new_full((1, some.stop - start, tokens), MASKED).triu_(start + 1)
+                added = keys.new_full((1, len(some), len(seen)), MASKED).triu_(some.start + 1)
             else:
-                added = mask[:, some]
-            out[:, some] = _with_sinks(q[:, some].float() * scale, keys, values, added, sinks)
+                added = mask[:, some.start : some.stop, seen.start : seen.stop]
+            for head in range(kv):
+                own = slice(some.start, some.stop), head
+                k, v = (part[:, head, seen.start : seen.stop] for part in (keys, values))
+                rows = q[:, *own].float() * scale
+                out[:, *own] = _with_sinks(rows, k, v, added.unsqueeze(2), sinks[head])
+
+
+def _blocks(gather: Gather, each: int, most: int) -> Iterator[tuple[range, range]]:
+    """Rows, of the `each` that a sequence has, and the tokens that these rows see: up to `most`
+    pairs of both, or one row. What is behind the window of a block's first row is not read."""
+    if gather.decodes:  # of several lengths
+        step = max(1, most // gather.tokens)
+        for start in range(0, each, step):
+            yield range(start, min(start + step, each)), range(gather.tokens)
+        return
+    before, start = gather.tokens - each, 0
+    while start < each:
+        first = max(0, before + start + 1 - gather.window) if gather.window else 0
+        step = max(1, min(ROWS, most // (before + start + ROWS - first)))
+        stop = min(start + step, each)
+        yield range(start, stop), range(first, before + stop)
+        start = stop
 
 
 def _with_sinks(
@@ -258,22 +281,16 @@ def _with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """The sink is in the softmax's sum and no more. q [sequences, rows, heads, dim], keys and
-    values [sequences, kv_heads, tokens, dim], mask [sequences, rows, tokens], added; all float32
-    but for the mask -> as q"""
+    """Of one key-value head. The sink is in the softmax's sum and no more. q [sequences, rows,
+    heads, dim], keys and values [sequences, tokens, dim], mask [sequences, rows, 1, tokens],
+    added, sinks [1, heads, 1]; all float32 but for the mask -> as q"""
     sequences, rows, heads, dim = q.shape
-    kv = keys.shape[1]
-    by_head = q.transpose(1, 2).reshape(sequences, kv, -1, dim)
-    scores = (by_head @ keys.transpose(2, 3)).view(sequences, heads, rows, -1)
-    scores += mask.unsqueeze(1)
-    sink = sinks.view(1, heads, 1, 1)
-    most = scores.amax(dim=-1, keepdim=True).maximum(sink)
+    scores = q.reshape(sequences, -1, dim) @ keys.transpose(1, 2)
+    scores = scores.view(sequences, rows, heads, -1).add_(mask)
+    most = scores.amax(dim=-1, keepdim=True).maximum(sinks)
     weights = scores.sub_(most).exp_()
-    total = weights.sum(dim=-1, keepdim=True) + (sink - most).exp()
-    made = (weights.view(sequences, kv, -1, weights.shape[-1]) @ values).view(
-        sequences, heads, rows, dim
-    )
-    return made.div_(total).transpose(1, 2)
+    total = weights.sum(dim=-1, keepdim=True) + (sinks - most).exp()
+    return (weights.flatten(1, 2) @ values).view(q.shape).div_(total)
 
 
 def _store(
