@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
+import left
 import offline
 import peers
 import torch
@@ -22,6 +23,7 @@ from shapes import write_config
 
 from kvline_contract.codec import decode
 from kvline_contract.memory import COLLECTIVES, Memory
+from kvline_contract.report import SizingReport
 from kvline_server.ipc.sampling_params import SamplingParams
 
 SHOWN = 20  # milliseconds of a stage
@@ -85,11 +87,16 @@ def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
         on = gpu if torch.cuda.is_available() else None
         record(f"startup-{kind}-s-{name}", seconds, "s", (seconds, seconds), on)
         sizes.append(int(result["kvTokens"]))
-        share = f"{seconds / made['again'][0]:.2f}" if kind == "recorded" else ""
+        part = f"{seconds / made['again'][0]:.2f}" if kind == "recorded" else ""
         figures = [f"{seconds:.1f}", f"{int(result['loopMs']) / 1000:.1f}"]
-        rows.append([name, kind, *figures, str(result["kvTokens"]), result["source"], share])
+        rows.append([name, kind, *figures, str(result["kvTokens"]), result["source"], part])
         print(f"{name}, {kind}:", *parts(report), sep="\n  ", flush=True)
     record(f"kv-tokens-{name}", sizes[0], "tokens", (min(sizes), max(sizes)), on)
+    found = SizingReport.parse(json.dumps(made["first"][1])).result
+    assert found is not None
+    share = left.share(found)
+    record(f"kv-tokens-of-left-{name}", share, "", (share, share), on)
+    print(left.line(name, found), flush=True)
     if peers.GPUS > 1:
         taken = max(collectives(report) for _, report in made.values())
         record(f"collectives-mib-tp{peers.GPUS}", taken, "MiB", (taken, taken), on)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 
+import left
 import offline
 import torch
 from record import record, table
@@ -27,6 +28,7 @@ def run() -> None:
     ratio = result.kv_tokens / kept
     record(f"kv-tokens-{NAME}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
     record(f"kv-tokens-window-ratio-{NAME}", ratio, "", (ratio, ratio), gpu)
+    print(left.line(NAME, result), flush=True)
     head = ["KV tokens", "KV cache MiB", "windows MiB", "if all is kept", "ratio"]
     figures = [result.kv_tokens, memory.mib(KV_CACHE), memory.mib(WINDOWS), kept]
     table(f"{NAME}, {RUNNING} requests", head, [[*map(str, figures), f"{ratio:.2f}"]])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvline_contract import memory
 from kvline_contract.launch import KVCacheDtype
+from kvline_contract.report import Result, Source
 from kvline_server.kernels import cuda_experts
 from kvline_server.kernels.cuda_experts import TORCH, ExpertGemms, candidates
 from kvline_server.kernels.experts import Layer, Routing
@@ -19,6 +22,7 @@ from kvline_server.model.config import read_config
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
 import experts
+import left
 import offline
 import reads
 import shapes
@@ -96,6 +100,23 @@ def test_the_floor_of_a_decode_has_projections_the_head_and_windows() -> None:
     others = 2 * (projections + 201_088 * 2880 + 64 * keys_and_values) / reads.BANDWIDTH
     want = reads.experts_ms(model, model.experts, 64) + 1e3 * others
     assert reads.decode_ms(model, model.experts, 64, 448) == pytest.approx(want)
+
+
+def test_kv_tokens_are_compared_with_what_weights_windows_and_graphs_leave() -> None:
+    """All other parts count as lost, headroom too; of the rank that has least."""
+    sizes = {memory.WEIGHTS: 100, memory.SCALES: 10, memory.EXPERTS: 200, memory.WINDOWS: 40}
+    sizes |= {memory.GRAPHS: 50, memory.KV_CACHE: 570, memory.HEADROOM: 20, memory.OTHERS: 10}
+    parts = tuple(memory.Part(name, mib) for name, mib in sizes.items())
+    spare = tuple(replace(p, mib=p.mib + 5) if p.name == memory.HEADROOM else p for p in parts)
+    ranks = memory.Memory(1005, spare), memory.Memory(1000, parts)
+    source, when = Source.MEASURED, "2026-11-28T00:00:00Z"
+    result = Result(570 * 64, (1 << 20) // 64, source, "", 0, 1, 0, when, ranks)
+    assert left.tokens_left(result) == 600 * 64
+    assert left.share(result) == 0.95
+    assert left.line("m", result) == (
+        "m: 36480 KV tokens, 0.9500 of the 38400 that 1000 MiB less weights 100, scales 10, "
+        "experts 200, windows 40, graphs 50 leave at 16384 bytes each"
+    )
 
 
 def test_without_a_gpu_its_kernels_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
