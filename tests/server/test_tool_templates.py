@@ -137,6 +137,23 @@ def test_what_clients_and_tools_write_is_never_a_control_token(
     assert chat._tokens.decode(ids) == theirs(source(name), messages, asked, **SPECIAL)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen"])
+def test_a_tool_needs_no_description(name: str, make_chat: Make) -> None:
+    """The API has it optional. gpt-oss' own template adds it to a text, and fails in transformers:
+    there it is an empty one. Other templates get what transformers gives."""
+    template, added = FAMILIES[name]
+    chat = make_chat(template, *added)
+    described, bare = tool("f", "Does f."), tool("g", "")
+    del bare["function"]["description"]
+    user = [{"role": "user", "content": "x"}]
+    body = {"model": "m", "messages": user, "tools": [described, bare]}
+    messages, asked = read(body)
+    wanted = asked if name == "qwen" else read({**body, "tools": [described, tool("g", "")]})[1]
+    text = theirs(source(name), messages, wanted, **SPECIAL)
+    assert chat._tokens.decode(encode(chat, messages, asked=asked)) == text
+    assert [list(each["function"]) for each in asked.tools][1] == ["name", "parameters"]
+
+
 FORMS = ["", "indent=2", "ensure_ascii=true", "separators=(',', ':')", "sort_keys=true"]
 AFTER = ["", " | safe", " | string", " | trim", ".replace('\\n', ' ')"]
 

@@ -70,7 +70,14 @@ def _compiled(
 def _render(templates: dict[bool, ChatTemplate], job: bytes) -> bytes:
     try:
         given = json.loads(job)
-        text = templates[bool(given["variables"]["tools"])].render(**given)
+        tools = given["variables"]["tools"] or []
+        template = templates[bool(tools)]
+        try:
+            text = template.render(**given)
+        except TemplateFailed:
+            if not _described(tools):
+                raise
+            text = template.render(**given)
         return OK + packed(text, origins(text))
     except TemplateFailed as error:
         return FAILED + str(error).encode("utf-8", "replace")
@@ -78,6 +85,16 @@ def _render(templates: dict[bool, ChatTemplate], job: bytes) -> bytes:
         return FAILED + b"wrote half of a surrogate pair"
     except MemoryError:
         return FAILED + b"took more memory than it may"
+
+
+def _described(tools: list[dict[str, Any]]) -> bool:
+    """Gives an empty description to each that has none, in its place behind the name; whether there
+    was one. Some templates cannot do without, such as gpt-oss'."""
+    bare = [each for each in tools if "description" not in each["function"]]
+    for each in bare:
+        name = each["function"]["name"]
+        each["function"] = {"name": name, "description": "", **each["function"]}
+    return bool(bare)
 
 
 def _limit_time(seconds: float) -> None:
