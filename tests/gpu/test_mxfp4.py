@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_experts import OFF, Mixture, distance, no_memory_left
 
+from kvline_server.kernels import cuda_mxfp4
 from kvline_server.kernels.cuda_mxfp4 import TILES, Mxfp4Gemms, packed
 from kvline_server.kernels.experts import Given, Layer, Routing
 from kvline_server.kernels.mxfp4 import Mxfp4Weight
@@ -132,3 +133,19 @@ def test_a_captured_graph_follows_its_rows_and_ignores_padding() -> None:
         want = oracle(x[:rows], logits[:rows], published, OF_20B.chosen)
         assert distance(out[:rows], want) < OFF, rows
         assert (out[rows:] == 0).all(), rows
+
+
+def test_packing_in_parts_takes_little_memory_and_is_that_of_a_cpu() -> None:
+    """Gate and up of a layer of 20b, read and packed three experts' halves at a time, as the loader
+    does."""
+    rows, inputs, step = 32 * 5760, 2880, 3 * 2880
+    into = cuda_mxfp4.packing(rows, inputs, torch.device("cuda"))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for at in range(0, rows, step):
+        some = weight(min(step, rows - at), inputs)
+        cuda_mxfp4.pack(some, into, at)
+    assert torch.cuda.max_memory_allocated() - before < 256 << 20
+    last = packed(Mxfp4Weight(some.values.cpu(), some.scales.cpu()))
+    assert torch.equal(into.values[-len(last.values) :].cpu(), last.values)
+    assert torch.equal(into.scales[-len(last.scales) :].cpu(), last.scales)
