@@ -8,6 +8,7 @@ KVLINE_BENCH_MODEL one with a tokenizer.json and a config.json. A file may have 
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -33,8 +34,9 @@ from kvline_server.model.config import read_config
 from kvline_server.options.grammars import MIB, GrammarBounds
 
 TOKENS = 512  # of an answer
-HURRY = 0.5  # how often a token that closes something is chosen
-CLOSING = (b'"', b"}", b"]")
+HURRY = 0.8  # how often a token that closes something is chosen, where one may come
+# The first that may come: a quote may begin another property, too, and a comma an item.
+CLOSING = (b"}", b"]"), (b'"',), (b",",)
 
 
 @dataclass(slots=True)
@@ -122,24 +124,20 @@ def answer(
         if allowed[end] and (matcher.is_stopped() or rng.random() < HURRY):
             return vocabulary.tokenizer.decode_bytes(output).decode(), True
         allowed[end] = False
-        near = allowed & closing if rng.random() < HURRY else allowed
-        (options,) = np.nonzero(near if near.any() else allowed)
+        hurries = (allowed & some for some in closing if rng.random() < HURRY)
+        near = next((some for some in hurries if some.any()), allowed)
+        (options,) = np.nonzero(near)
         output.append(int(rng.choice(options.tolist() if len(options) < 64 else options)))
         matcher.consume_token(output[-1])
     return vocabulary.tokenizer.decode_bytes(output).decode(errors="replace"), False
 
 
-def closers(vocabulary: Vocabulary) -> np.ndarray:
-    """Tokens that close a text, an object or a list, as a mask."""
-    if "closers" not in _kept:
-        texts = (vocabulary.tokenizer.decode_bytes([t]) for t in range(vocabulary.size))
-        mask = np.zeros(vocabulary.words * 32, bool)
-        mask[: vocabulary.size] = [text[:1] in CLOSING for text in texts]
-        _kept["closers"] = mask
-    return _kept["closers"]
-
-
-_kept: dict[str, np.ndarray] = {}
+@functools.cache
+def closers(vocabulary: Vocabulary) -> list[np.ndarray]:
+    """Tokens that begin with each of CLOSING, as masks."""
+    firsts = [vocabulary.tokenizer.decode_bytes([t])[:1] for t in range(vocabulary.size)]
+    padding = [False] * (32 * vocabulary.words - vocabulary.size)
+    return [np.array([first in some for first in firsts] + padding) for some in CLOSING]
 
 
 def accepts(start: Any, vocabulary: Vocabulary, data: Any) -> bool:
@@ -190,6 +188,11 @@ def show(found: Found, tokenizer: int, tokens: int) -> None:
         for reason, count in counts.most_common(20):
             print(f"{name}: {count} {reason}")
     record("json-accepted-share", accepted / len(found.names), "", (0, 0))
+    for name, part, whole in (
+        ("ended", found.ended, accepted),
+        ("valid", found.valid, found.ended),
+    ):
+        record(f"json-{name}-share", part / max(whole, 1), "", (0, 0))
     record("json-compile-p50-ms", 1e3 * float(np.median(found.compiling)), "ms", (0, 0))
 
 
