@@ -12,7 +12,7 @@ from kvline_server.formats.answer import AnswerParser, Kind
 from kvline_server.formats.events import Reasoning, Text
 from kvline_server.formats.format import HARMONY
 from kvline_server.formats.json_text import BLANKS
-from kvline_server.formats.lexer import Mark, Searched
+from kvline_server.formats.lexer import Mark, Searched, searched
 from kvline_server.formats.reader import MAX_NAME, Arguments
 from kvline_server.formats.tools import Tool
 
@@ -26,7 +26,7 @@ class HarmonyParser(AnswerParser):
     def __init__(self, tools: Sequence[Tool], ids: Mapping[str, int]) -> None:
         marks = HARMONY.marks()
         super().__init__({ids[mark]: mark for mark in marks if mark in ids})
-        self._searched = Searched(marks - ids.keys())
+        self._searched = searched(frozenset(marks - ids.keys()))
         self._tools = bool(tools)
         # The prompt ends behind the role, so the answer begins within a header.
         self._header: list[str] | None = []

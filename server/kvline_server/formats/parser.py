@@ -15,7 +15,7 @@ from kvline_server.formats.events import Reasoning, Text
 from kvline_server.formats.format import HARMONY, Body, Format, Opening, Thinking
 from kvline_server.formats.harmony import HarmonyParser
 from kvline_server.formats.json_calls import JsonCalls, NamedCall
-from kvline_server.formats.lexer import Mark, Searched
+from kvline_server.formats.lexer import Mark, Searched, searched
 from kvline_server.formats.output import BLANKS
 from kvline_server.formats.python_calls import PythonCalls
 from kvline_server.formats.reader import Reader
@@ -58,13 +58,13 @@ class Parser(AnswerParser):
         marks |= format.marks() if format is not None and openings else set()
         by_id = {ids[mark]: mark for mark in marks if mark in ids}
         super().__init__(by_id)
-        as_text = marks - ids.keys()
-        starts = self._openings.keys() & as_text
-        self._in_content = Searched(starts)
-        self._in_reasoning = Searched(starts | ({thinking.close} & as_text if thinking else set()))
-        self._at_start = Searched(starts | ({thinking.open} & as_text if thinking else set()))
+        as_text = frozenset(marks - ids.keys())
+        starts = as_text.intersection(self._openings)
+        self._in_content = searched(starts)
+        self._in_reasoning = searched(starts | (as_text & {thinking.close} if thinking else set()))
+        self._at_start = searched(starts | (as_text & {thinking.open} if thinking else set()))
         self._closes = {
-            each.close: Searched(starts | ({each.close} & as_text)) for each in openings
+            each.close: searched(starts | (as_text & {each.close})) for each in openings
         }
         self._reasons = reads.in_reasoning and thinking is not None
         if self._reasons:
