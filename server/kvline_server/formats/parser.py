@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvline_server.formats.answer import AnswerParser, Kind
-from kvline_server.formats.events import Reasoning, Text
+from kvline_server.formats.answer import AnswerParser, GoingOn
+from kvline_server.formats.events import CallArguments, Reasoning, Text
 from kvline_server.formats.format import HARMONY, Body, Format, Opening, Thinking
 from kvline_server.formats.harmony import HarmonyParser
 from kvline_server.formats.json_calls import JsonCalls, NamedCall
@@ -79,11 +79,16 @@ class Parser(AnswerParser):
         while self._step():
             pass
 
-    def _going_on(self) -> tuple[Kind, Searched] | None:
-        undecided = self._reader is not None or (self._fresh and not self._reasons)
-        if undecided or not self._lexer.empty or not self._out.goes_on(self._reasons):
+    def _going_on(self) -> GoingOn | None:
+        if not self._lexer.empty:
             return None
-        return (Reasoning if self._reasons else Text), self._searched()
+        if self._reader is not None:
+            special = self._reader.special
+            return None if special is None else (CallArguments, special)
+        undecided = self._fresh and not self._reasons
+        if undecided or not self._out.goes_on(self._reasons):
+            return None
+        return (Reasoning if self._reasons else Text), self._searched().first
 
     def _end(self, stopped: bool) -> None:
         if self._reader is not None:
