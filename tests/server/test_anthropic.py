@@ -25,7 +25,10 @@ from kvline_server.formats.events import (
 )
 from kvline_server.http.anthropic import Messages
 from kvline_server.http.anthropic_request import BILLING, to_chat
+from kvline_server.http.body import MAX_VALUES
+from kvline_server.http.conversation import rendered
 from kvline_server.http.errors import BadRequest, EngineFailed, NotFound, TooMany, Unavailable
+from kvline_server.http.fields import named
 from kvline_server.http.generate import RequestLimits
 from kvline_server.http.later import encode
 from kvline_server.http.pieces import Piece
@@ -36,6 +39,7 @@ from kvline_server.http.translated import Sent, Used
 
 Fields = dict[str, Any]
 USER: Fields = {"role": "user", "content": "hi"}
+USED: Fields = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
 TOOL: Fields = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 DEEP: Any = json.loads("[" * 64 + "]" * 64)
 CACHED: Fields = {"cache_control": {"type": "ephemeral"}}
@@ -176,6 +180,11 @@ WRONG: list[tuple[Fields, str, str]] = [
     ),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
     (
+        {"system": "a", "messages": [USER, {"role": "assistant", "content": [USED] * 129}]},
+        "messages[1]",
+        "array_above_max_length",
+    ),
+    (
         {"thinking": {"type": "disabled", "budget_tokens": 5}},
         "thinking.budget_tokens",
         "invalid_value",
@@ -189,6 +198,16 @@ def test_what_is_wrong_is_named(fields: Fields, param: str, code: str) -> None:
         asked(**fields)
     assert (refused.value.param, refused.value.code) == (param, code)
     assert refused.value.message.startswith(f"{param}: ")
+
+
+def test_a_call_whose_arguments_have_too_many_values_is_named() -> None:
+    large = {**USED, "input": {"a": [[]] * MAX_VALUES}}
+    given = [USER, {"role": "assistant", "content": [block("Wait."), USED, large]}]
+    body = {"model": "tiny", "max_tokens": 5, "messages": given}
+    chat, fields = to_chat(parse(MessagesRequest, body))
+    with pytest.raises(BadRequest) as refused, named(fields.of):
+        rendered(chat.messages)
+    assert refused.value.param == "messages[1].content[2]"
 
 
 def played(events: list[Event], finish: str, stop: str | None = None) -> tuple[list[Sent], Fields]:

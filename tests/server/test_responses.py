@@ -27,7 +27,10 @@ from kvline_server.formats.events import (
     Reasoning,
     Text,
 )
+from kvline_server.http.body import MAX_VALUES
+from kvline_server.http.conversation import rendered
 from kvline_server.http.errors import BadRequest, TooMany
+from kvline_server.http.fields import named
 from kvline_server.http.generate import RequestLimits
 from kvline_server.http.later import encode
 from kvline_server.http.pieces import Piece
@@ -179,6 +182,12 @@ WRONG: list[tuple[Fields, str, str]] = [
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "invalid_value"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "invalid_value"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", "invalid_value"),
+    # What only the chat finds in a message, by the item that began it.
+    (
+        {"instructions": "a", "input": [{"role": "user", "content": "b"}, *[CALL] * 129]},
+        "input[1]",
+        "array_above_max_length",
+    ),
 ]
 
 
@@ -188,6 +197,16 @@ def test_what_is_wrong_is_named(fields: Fields, param: str, code: str) -> None:
         asked(**fields)
     assert (refused.value.param, refused.value.code) == (param, code)
     assert refused.value.message.startswith(f"{param}: ")
+
+
+def test_a_call_whose_arguments_have_too_many_values_is_named() -> None:
+    large = {**CALL, "arguments": '{"a": [' + "[]," * MAX_VALUES + "1]}"}
+    given = [{"role": "user", "content": "a"}, CALL, {**RESULT}, CALL, large]
+    chat, _, fields = to_chat(parse(ResponsesRequest, {"model": "tiny", "input": given}))
+    with pytest.raises(BadRequest) as refused, named(fields.of):
+        rendered(chat.messages)
+    assert refused.value.param == "input[4]"
+    assert refused.value.message.startswith("input[4]: the arguments of all calls")
 
 
 ANSWER: list[Event] = [

@@ -6,6 +6,9 @@ import os
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 from tool_examples import BROKEN, SIMPLE, Example, examples, late_break
 from tool_families import (
     ALL,
@@ -18,6 +21,7 @@ from tool_families import (
     joined,
     pieces,
     read,
+    summed,
     tokens,
 )
 from waiting import within
@@ -99,6 +103,34 @@ def test_text_that_spells_a_token_is_text(name: str) -> None:
     # <function= alone begins a call as well, and is no token of any tokenizer.
     read_as = Reads(family.format, TOOLS, family.thinking, constrained=True)
     assert read(name, given, at_once=False, reads=read_as) == [Text(text)]
+
+
+@settings(max_examples=5000 if BIG else 200, deadline=None)
+@drawn(st.data())
+def test_text_that_need_not_be_read_is_what_it_would_be_read_as(data: st.DataObject) -> None:
+    """Also where it is none that a model wrote."""
+    example = data.draw(st.sampled_from(GOLDEN))
+    name, given = example.family, encoded(example.family, example.text)
+    if data.draw(st.booleans()):
+        given = by_character(name, given)
+    some = st.sampled_from(
+        ["", " ", "\n", "a", '"', "\\", "\\ud83d", "<", "</parameter>", "é", "}"]
+    )
+    for _ in range(data.draw(st.integers(0, 6))):
+        given.insert(data.draw(st.integers(0, len(given))), (NO_TOKEN, data.draw(some)))
+    known = data.draw(st.sampled_from([ids(name), {}]))
+    reads_as, finish = reads(example), data.draw(st.sampled_from(["stop", "length"]))
+    made, other = parser(reads_as, known), parser(reads_as, known)
+    found: list[Event] = []
+    for token, text in given:
+        kind = made.plain(token, text)
+        if kind is None:
+            found += made.feed([(token, text)])
+        elif text:
+            shown: dict[type[Event], Event] = {Text: Text(text), Reasoning: Reasoning(text)}
+            found.append(shown.get(kind, CallArguments(made.calls - 1, text)))
+    expected = other.feed(given) + other.end(finish)
+    assert summed(found + made.end(finish)) == summed(expected)
 
 
 def test_two_choices_do_not_share_anything() -> None:

@@ -6,11 +6,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from kvline_server.formats.events import Event, Reasoning, Text
-from kvline_server.formats.lexer import Lexer, Piece, Searched
+from kvline_server.formats.events import CallArguments, Event, Reasoning, Text
+from kvline_server.formats.lexer import Lexer, Piece
 from kvline_server.formats.output import BLANKS, Output
 
-Kind = type[Text] | type[Reasoning]
+Kind = type[Text] | type[Reasoning] | type[CallArguments]
+GoingOn = tuple[Kind, re.Pattern[str] | None]  # what text is, up to what the pattern finds
 
 
 class AnswerParser(ABC):
@@ -42,10 +43,7 @@ class AnswerParser(ABC):
             self._lexer.push(piece)
             self._run()
         going_on = self._going_on()
-        if going_on is None:
-            self._kind = None
-        else:
-            self._kind, self._first = going_on[0], going_on[1].first
+        self._kind, self._first = (None, None) if going_on is None else going_on
         return self._out.take()
 
     def plain(self, token: int, text: str) -> Kind | None:
@@ -69,8 +67,8 @@ class AnswerParser(ABC):
         """Reads what has come."""
 
     @abstractmethod
-    def _going_on(self) -> tuple[Kind, Searched] | None:
-        """What text is from here on, up to a mark of those; None where something is held back."""
+    def _going_on(self) -> GoingOn | None:
+        """None where something is held back, or what comes must be read."""
 
     @abstractmethod
     def _end(self, stopped: bool) -> None:

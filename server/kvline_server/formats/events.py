@@ -31,3 +31,14 @@ class CallEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 Event = Text | Reasoning | CallStart | CallArguments | CallEnd
+
+
+def joined(one: Event, other: Event) -> Event | None:
+    """What follows each other as one, where it is of one kind, and of one call."""
+    if isinstance(one, Text):
+        return Text(one.text + other.text) if isinstance(other, Text) else None
+    if isinstance(one, Reasoning):
+        return Reasoning(one.text + other.text) if isinstance(other, Reasoning) else None
+    if isinstance(one, CallArguments) and isinstance(other, CallArguments):
+        return CallArguments(one.index, one.text + other.text) if one.index == other.index else None
+    return None

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from kvline_server.formats.answer import AnswerParser, Kind
-from kvline_server.formats.events import Reasoning, Text
+from kvline_server.formats.answer import AnswerParser, GoingOn
+from kvline_server.formats.events import CallArguments, Reasoning, Text
 from kvline_server.formats.format import HARMONY
 from kvline_server.formats.json_text import BLANKS
-from kvline_server.formats.lexer import Mark, Searched
+from kvline_server.formats.lexer import Mark, searched
 from kvline_server.formats.reader import MAX_NAME, Arguments
 from kvline_server.formats.tools import Tool
 
@@ -26,7 +26,7 @@ class HarmonyParser(AnswerParser):
     def __init__(self, tools: Sequence[Tool], ids: Mapping[str, int]) -> None:
         marks = HARMONY.marks()
         super().__init__({ids[mark]: mark for mark in marks if mark in ids})
-        self._searched = Searched(marks - ids.keys())
+        self._searched = searched(frozenset(marks - ids.keys()))
         self._tools = bool(tools)
         # The prompt ends behind the role, so the answer begins within a header.
         self._header: list[str] | None = []
@@ -45,11 +45,15 @@ class HarmonyParser(AnswerParser):
             else:
                 self._body(item)
 
-    def _going_on(self) -> tuple[Kind, Searched] | None:
-        undecided = self._header is not None or self._arguments is not None
-        if undecided or not self._lexer.empty or not self._out.goes_on(self._reasons):
+    def _going_on(self) -> GoingOn | None:
+        if self._header is not None or not self._lexer.empty:
             return None
-        return (Reasoning if self._reasons else Text), self._searched
+        if self._arguments is not None:
+            special = self._arguments.special if self._searched.first is None else None
+            return None if special is None else (CallArguments, special)
+        if not self._out.goes_on(self._reasons):
+            return None
+        return (Reasoning if self._reasons else Text), self._searched.first
 
     def _end(self, stopped: bool) -> None:
         self._end_body(stopped)

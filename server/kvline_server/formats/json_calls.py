@@ -39,6 +39,11 @@ class JsonCalls(ListReader):
             return self._arguments is not None and self._arguments.in_string
         return self._scan is not None and self._scan.in_string
 
+    @property
+    def special(self) -> re.Pattern[str] | None:
+        arguments = self._arguments
+        return arguments.special if arguments and self._state == self._through else None
+
     def _opens(self, text: str, at: int) -> bool:
         if text[at] != "{":
             return False
@@ -188,6 +193,10 @@ class NamedCall(Reader):
     @property
     def in_value(self) -> bool:
         return self._arguments.in_string
+
+    @property
+    def special(self) -> re.Pattern[str] | None:
+        return self._arguments.special
 
     def take(self, mark: str) -> bool:
         """A mark between the name and the arguments."""

@@ -12,6 +12,7 @@ MAX_DEPTH = 256  # of lists and objects in each other
 BLANKS = " \t\n\r"
 _BLANK = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+SPECIAL = re.compile(r'["\\\x00-\x1f]')  # in a string: all else stands for itself
 _LONE = re.compile("[\ud800-\udfff]")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _CLOSES = {"{": "}", "[": "]"}
@@ -51,6 +52,11 @@ class Json:
     def partial(self) -> int:
         """How many of the last characters are a part of an escape, or of a pair of them."""
         return len(self._escape) + (6 if self._high else 0)
+
+    @property
+    def passes(self) -> bool:
+        """Whether text without SPECIAL changes nothing, and may be shown as it comes."""
+        return self.in_string and not self.broken and not self.partial
 
     @property
     def is_nested(self) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 # A token's id, and the text that it added to the answer: none for a special token. Text that no
 # token of its own brought, such as the end of a stream, has NO_TOKEN.
@@ -22,6 +23,12 @@ NO_TOKEN = -1
 class Mark:
     name: str
     shown: str  # as it stands in the text; empty where it is a special token
+
+
+@lru_cache(64)
+def searched(marks: frozenset[str]) -> Searched:
+    """The same for all answers of a model: what is compiled costs more than many tokens."""
+    return Searched(marks)
 
 
 class Searched:

@@ -13,6 +13,7 @@ from kvline_server.formats.events import (
     Event,
     Reasoning,
     Text,
+    joined,
 )
 
 BLANKS = " \t\r\n"
@@ -112,18 +113,12 @@ class Output:
             self._add(Text(self._content.flush()))
 
     def _add(self, event: Text | Reasoning | CallArguments) -> None:
-        last = self._events[-1] if self._events else None
         if not event.text:
             return
-        if isinstance(event, CallArguments):
-            if isinstance(last, CallArguments):
-                self._events[-1] = CallArguments(event.index, last.text + event.text)
-                return
-        elif type(last) is type(event):
-            assert isinstance(last, Text | Reasoning)
-            self._events[-1] = type(event)(last.text + event.text)
-            return
-        self._events.append(event)
+        if self._events and (both := joined(self._events[-1], event)) is not None:
+            self._events[-1] = both
+        else:
+            self._events.append(event)
 
     def take(self) -> list[Event]:
         out, self._events = self._events, []

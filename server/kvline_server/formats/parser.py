@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvline_server.formats.answer import AnswerParser, Kind
-from kvline_server.formats.events import Reasoning, Text
+from kvline_server.formats.answer import AnswerParser, GoingOn
+from kvline_server.formats.events import CallArguments, Reasoning, Text
 from kvline_server.formats.format import HARMONY, Body, Format, Opening, Thinking
 from kvline_server.formats.harmony import HarmonyParser
 from kvline_server.formats.json_calls import JsonCalls, NamedCall
-from kvline_server.formats.lexer import Mark, Searched
+from kvline_server.formats.lexer import Mark, Searched, searched
 from kvline_server.formats.output import BLANKS
 from kvline_server.formats.python_calls import PythonCalls
 from kvline_server.formats.reader import Reader
@@ -58,13 +58,13 @@ class Parser(AnswerParser):
         marks |= format.marks() if format is not None and openings else set()
         by_id = {ids[mark]: mark for mark in marks if mark in ids}
         super().__init__(by_id)
-        as_text = marks - ids.keys()
-        starts = self._openings.keys() & as_text
-        self._in_content = Searched(starts)
-        self._in_reasoning = Searched(starts | ({thinking.close} & as_text if thinking else set()))
-        self._at_start = Searched(starts | ({thinking.open} & as_text if thinking else set()))
+        as_text = frozenset(marks - ids.keys())
+        starts = as_text.intersection(self._openings)
+        self._in_content = searched(starts)
+        self._in_reasoning = searched(starts | (as_text & {thinking.close} if thinking else set()))
+        self._at_start = searched(starts | (as_text & {thinking.open} if thinking else set()))
         self._closes = {
-            each.close: Searched(starts | ({each.close} & as_text)) for each in openings
+            each.close: searched(starts | (as_text & {each.close})) for each in openings
         }
         self._reasons = reads.in_reasoning and thinking is not None
         if self._reasons:
@@ -79,11 +79,16 @@ class Parser(AnswerParser):
         while self._step():
             pass
 
-    def _going_on(self) -> tuple[Kind, Searched] | None:
-        undecided = self._reader is not None or (self._fresh and not self._reasons)
-        if undecided or not self._lexer.empty or not self._out.goes_on(self._reasons):
+    def _going_on(self) -> GoingOn | None:
+        if not self._lexer.empty:
             return None
-        return (Reasoning if self._reasons else Text), self._searched()
+        if self._reader is not None:
+            special = self._reader.special
+            return None if special is None else (CallArguments, special)
+        undecided = self._fresh and not self._reasons
+        if undecided or not self._out.goes_on(self._reasons):
+            return None
+        return (Reasoning if self._reasons else Text), self._searched().first
 
     def _end(self, stopped: bool) -> None:
         if self._reader is not None:

@@ -6,10 +6,11 @@ since the last thing that was certain (`settled`) becomes text again where the r
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from kvline_server.formats.json_text import BLANKS, Json, unquoted
+from kvline_server.formats.json_text import BLANKS, SPECIAL, Json, unquoted
 from kvline_server.formats.output import Output
 
 MAX_NAME = 256  # characters, of a tool, a parameter, a key
@@ -42,6 +43,12 @@ class Reader(ABC):
     def in_value(self) -> bool:
         """Whether a mark that stands in the text is text here, too."""
         return False
+
+    @property
+    def special(self) -> re.Pattern[str] | None:
+        """Text without this pattern goes out as arguments, and changes nothing; None where other
+        text comes."""
+        return None
 
     def finish(self, stopped: bool) -> bool:
         """Nothing follows; `stopped`: by the model's choice. -> whether all that was read is
@@ -150,6 +157,11 @@ class Arguments:
     def in_string(self) -> bool:
         return self._json.in_string
 
+    @property
+    def special(self) -> re.Pattern[str] | None:
+        """As a reader's."""
+        return SPECIAL if self.shown and self._json.passes else None
+
     def feed(self, text: str, at: int) -> int:
         end = self._json.feed(text, at)
         self._held.append(text[at:end])
@@ -191,6 +203,11 @@ class QuotedArguments(Arguments):
     @property
     def in_string(self) -> bool:
         return self._outer.in_string
+
+    @property
+    def special(self) -> re.Pattern[str] | None:
+        """All of it is decoded."""
+        return None
 
     def feed(self, text: str, at: int) -> int:
         end = self._outer.feed(text, at)

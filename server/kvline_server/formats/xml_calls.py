@@ -3,9 +3,10 @@ their own, and end at their closing mark alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from kvline_server.formats.json_text import BLANKS, Json, quoted
+from kvline_server.formats.json_text import BLANKS, SPECIAL, Json, quoted
 from kvline_server.formats.lexer import Searched
 from kvline_server.formats.output import Output
 from kvline_server.formats.reader import MAX_NAME, Reader
@@ -14,6 +15,7 @@ from kvline_server.formats.typed import Kind, kind, typed
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+_SPECIAL = re.compile(f"<|{SPECIAL.pattern}")  # what may begin the closing mark, too
 # The newlines around a value are the format's.
 _END = Searched([f"\n{END_PARAMETER}", END_PARAMETER])
 
@@ -102,6 +104,10 @@ class XmlCalls(Reader):
             self._state = self._start
         return end
 
+    @property
+    def special(self) -> re.Pattern[str] | None:
+        return self._value.special if self._state == self._through else None
+
     def _begin(self) -> None:
         self._begin_call(self._name)
 
@@ -122,6 +128,12 @@ class Value:
         self._tail = ""  # may begin the closing mark
         self._parts: list[str] = []  # that are not shown yet
         self._json = Json() if self._kind is Kind.WHOLE else None  # a list or an object, if any
+
+    @property
+    def special(self) -> re.Pattern[str] | None:
+        """As a reader's: of a string that is shown as it comes."""
+        shown = self._kind is Kind.STRING and not (self.prefix or self._tail or self.done)
+        return _SPECIAL if shown else None
 
     def feed(self, text: str, at: int) -> int:
         if self._first and text[at] == "\n":

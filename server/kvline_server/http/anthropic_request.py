@@ -16,6 +16,7 @@ from kvline_server.http.protocol.strict import kind_of, parse, parse_at
 from kvline_server.http.protocol.tools import check_left_out
 
 Object = dict[str, Any]
+Placed = tuple[str, Object, list[str]]  # a message, with its place and those of its calls
 # Begins a text that Claude Code puts first, and that differs in each request: with it no prompt
 # would be in the prefix cache.
 BILLING = "x-anthropic-billing-header"
@@ -39,10 +40,12 @@ FIELDS = {
 
 def to_chat(request: CountTokensRequest) -> tuple[ChatRequest, Fields]:
     """Raises BadRequest with the place of what is wrong."""
-    made: Object = {"model": request.model, "messages": list(_messages(request))}
+    messages = list(_messages(request))
+    made: Object = {"model": request.model, "messages": [message for _, message, _ in messages]}
     tools = list(_tools(request.tools or []))
     made["tools"] = [tool for _, tool in tools]
-    fields = Fields(FIELDS, "input_schema", [place for place, _ in tools])
+    items = _items(messages)
+    fields = Fields(FIELDS, "input_schema", [place for place, _ in tools], items)
     made |= _choice(request.tool_choice) | _thinking(request)
     last = made["messages"][-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
@@ -101,56 +104,69 @@ def _tools(given: list[Any]) -> Iterator[tuple[str, Object]]:
         yield at, {"type": "function", "function": function}
 
 
-def _messages(request: CountTokensRequest) -> Iterator[Object]:
+def _items(messages: list[Placed]) -> dict[str, str]:
+    """Their places by the chat's."""
+    items = {}
+    for index, (at, _, calls) in enumerate(messages):
+        items[f"messages[{index}]"] = at
+        items |= {f"messages[{index}].tool_calls[{i}]": place for i, place in enumerate(calls)}
+    return items
+
+
+def _messages(request: CountTokensRequest) -> Iterator[Placed]:
     if request.system is not None:
         first, *others = list(_texts(request.system, "system")) or [""]
         if first.startswith(BILLING):
             first = first.partition("\n")[2]
         system = "\n\n".join(text for text in (first, *others) if text)
         if system:
-            yield {"role": "system", "content": system}
+            yield "system", {"role": "system", "content": system}, []
     for index, given in enumerate(request.messages):
         at = f"messages[{index}]"
         message = parse_at(kinds.AnthropicMessage, given, at)
         if isinstance(message.content, str):
-            yield {"role": message.role, "content": message.content}
+            yield at, {"role": message.role, "content": message.content}, []
         elif message.role == "system":
-            yield {"role": "system", "content": "".join(_texts(message.content, f"{at}.content"))}
+            text = "".join(_texts(message.content, f"{at}.content"))
+            yield at, {"role": "system", "content": text}, []
         elif message.role == "user":
-            yield from _of_user(message.content, f"{at}.content")
+            yield from _of_user(message.content, at)
         else:
-            yield _of_assistant(message.content, f"{at}.content")
+            yield _of_assistant(message.content, at)
 
 
-def _of_user(blocks: list[Any], at: str) -> Iterator[Object]:
+def _of_user(blocks: list[Any], at: str) -> Iterator[Placed]:
     """Results of tools are messages of their own."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
-        place = f"{at}[{index}]"
+        place = f"{at}.content[{index}]"
         if isinstance(block, dict) and block.get("type") == "tool_result":
             if texts:
-                yield {"role": "user", "content": "".join(texts)}
+                yield at, {"role": "user", "content": "".join(texts)}, []
                 texts = []
             read = parse_at(kinds.ToolResultBlock, block, place)
             text = "".join(_texts(read.content or "", f"{place}.content"))
             if read.is_error:  # no template has a place for it
                 text = f"{FAILED}: {text}" if text else FAILED
-            yield {"role": "tool", "tool_call_id": read.tool_use_id, "content": text}
+            result = {"role": "tool", "tool_call_id": read.tool_use_id, "content": text}
+            yield place, result, []
         else:
             texts.append(_text(block, place))
     if texts or not blocks:
-        yield {"role": "user", "content": "".join(texts)}
+        yield at, {"role": "user", "content": "".join(texts)}, []
 
 
-def _of_assistant(blocks: list[Any], at: str) -> Object:
+def _of_assistant(blocks: list[Any], at: str) -> Placed:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Object] = []
+    places: list[str] = []
     for index, block in enumerate(blocks):
-        place = f"{at}[{index}]"
+        place = f"{at}.content[{index}]"
         kind = kind_of(block)
         if kind == "tool_use":
             calls.append(_call(parse_at(kinds.ToolUseBlock, block, place)))
+            places.append(place)
         elif kind == "thinking":
             thoughts.append(parse_at(kinds.ThinkingBlock, block, place).thinking)
         elif kind == "redacted_thinking":
@@ -158,9 +174,8 @@ def _of_assistant(blocks: list[Any], at: str) -> Object:
         else:
             texts.append(_text(block, place))
     made: Object = {"role": "assistant", "content": "".join(texts)}
-    return (
-        made | {"reasoning": "".join(thoughts) or None} | ({"tool_calls": calls} if calls else {})
-    )
+    made |= {"reasoning": "".join(thoughts) or None} | ({"tool_calls": calls} if calls else {})
+    return at, made, places
 
 
 def _call(block: kinds.ToolUseBlock) -> Object:

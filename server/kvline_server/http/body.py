@@ -19,6 +19,7 @@ from kvline_server.options.clients import FREE_BYTES, ClientLimits
 
 MAX_BODY_BYTES = 2 << 20
 MAX_VALUES = 1 << 15  # texts, lists and objects in a body: 2 MiB of empty lists take 70 MiB
+_FIRSTS = (b'"', b"[", b"{")  # of a value
 _VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 
 
@@ -96,7 +97,9 @@ def count_values(raw: bytes | bytearray, most: int) -> int:
 
 def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
     """Strict JSON: UTF-8, unique keys, finite numbers, no lone surrogate."""
-    if count_values(raw, MAX_VALUES + 1) > MAX_VALUES:
+    # Counting their first characters is faster, and counts the values at least once.
+    most = sum(map(raw.count, _FIRSTS))
+    if most > MAX_VALUES and count_values(raw, MAX_VALUES + 1) > MAX_VALUES:
         raise BadRequest(f"the body has more than {MAX_VALUES} texts, lists and objects")
     beyond: list[str] = []  # numbers out of range
 

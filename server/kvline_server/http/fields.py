@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from kvline_server.http.errors import BadRequest, NoGrammar
 
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
-_WHOLE = ("messages", "prompt")  # items of one are not those of the other
+_MESSAGE = re.compile(r"(messages\[\d+\])(?:\.tool_calls\[\d+\])?")
+_WHOLE = ("messages", "prompt")  # what comes from no item of the client's
 Field = Callable[[str], str]
 
 
@@ -21,6 +22,7 @@ class Fields:
     names: Mapping[str, str]  # by the chat's
     parameters: str  # of a tool
     tools: list[str]  # by the chat's index: some were left out, or in groups
+    items: Mapping[str, str]  # by the chat's message, and by a call in one
 
     def of(self, param: str, /) -> str:
         found = _TOOL.fullmatch(param)
@@ -29,6 +31,8 @@ class Fields:
             if rest.startswith(".parameters"):
                 rest = f".{self.parameters}{rest.removeprefix('.parameters')}"
             return self.tools[int(found[1])] + rest
+        if found := _MESSAGE.match(param):
+            return self.items.get(found[0]) or self.items.get(found[1], self.names["messages"])
         for name, own in self.names.items():
             rest = param.removeprefix(name)
             if param.startswith(name) and rest[:1] in ("", ".", "["):

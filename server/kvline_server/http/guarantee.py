@@ -153,12 +153,14 @@ def _plain(given: Strict | None) -> dict[str, Any] | None:
 
 def _of_chat(request: ChatRequest, demand: Demand, model: Answering) -> Demand:
     """With the calls that an answer may have, and where it begins. Raises BadRequest."""
+    format, given = format_of_calls(request, model), request.tools or []
+    kind = choice(request)
+    if demand.answer is None and kind is None:
+        return demand  # as of most requests
     begins, continued = request.generation_prompt(), request.continued()
     demand = replace(demand, model=model, begins=begins, continued=continued)
-    format, given = format_of_calls(request, model), request.tools or []
     if format is None:
         return demand
-    kind = choice(request)
     param, answer = demand.param, demand.answer
     if kind is not None and kind.kind != "auto":
         param, answer = "tool_choice", None  # an answer of calls has no text

@@ -15,6 +15,7 @@ from kvline_server.formats.events import (
     Event,
     Reasoning,
     Text,
+    joined,
 )
 from kvline_server.formats.lexer import NO_TOKEN
 from kvline_server.http.reading import Reading
@@ -49,7 +50,9 @@ class Piece:
             self.text += event.text
         elif self.text and not self.events:
             self.events = [Text(self.text)]
-        if self.events or not isinstance(event, Text):
+        if self.events and (both := joined(self.events[-1], event)) is not None:
+            self.events = [*self.events[:-1], both]
+        elif self.events or not isinstance(event, Text):
             self.events = [*self.events, event]
 
     def written(self) -> Sequence[Event]:
@@ -145,6 +148,9 @@ class Writing:
             self._read(piece, parser.feed([(token, text)]))
         elif kind is Text:
             self._read(piece, [Text(text)])
+        elif kind is CallArguments:
+            if text:
+                piece.write(CallArguments(parser.calls - 1, text))
         elif text and self._shows_reasoning:
             piece.write(Reasoning(text))
 

@@ -58,13 +58,13 @@ def reading(request: ChatRequest, model: Answering, prompt: str) -> Reading | No
 def _tools(request: ChatRequest, format: Format) -> tuple[Tool, ...]:
     """What is needed to read their calls, which is less than what they are: they are kept until
     the request is answered."""
-    typed = any(opening.body is Body.XML for opening in format.openings)
-    given = [
-        Tool(tool.function.name, tool.function.parameters or {}) for tool in request.tools or ()
-    ]
+    asked = [tool.function for tool in request.tools or ()]
+    if all(opening.body is not Body.XML for opening in format.openings):
+        return tuple(Tool(function.name, {}) for function in asked)
+    given = [Tool(function.name, function.parameters or {}) for function in asked]
     most = MOST_FOLLOWED // max(1, sum(len(tool.properties()) for tool in given))
     most = min(most, MOST_SCHEMAS)
-    return tuple(Tool(tool.name, _types(tool, most) if typed else {}) for tool in given)
+    return tuple(Tool(tool.name, _types(tool, most)) for tool in given)
 
 
 def _types(tool: Tool, most: int) -> dict[str, object]:

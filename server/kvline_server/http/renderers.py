@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from kvline_server.errors import InvalidFrame
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.rendered import OK, unpacked
@@ -178,7 +180,7 @@ def as_job(
 ) -> bytes:
     """Of ChatTemplate.render."""
     job = {"messages": messages, "own": own, "variables": variables, "continued": continued}
-    return json.dumps(job, ensure_ascii=False).encode()
+    return to_json(job)
 
 
 def _end(renderers: list[Renderer]) -> None:

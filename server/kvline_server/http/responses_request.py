@@ -45,8 +45,8 @@ def to_chat(request: ResponsesRequest) -> tuple[ChatRequest, Names, Fields]:
     names: Names = {}
     tools = list(_tools(request.tools or [], "tools", names))
     made["tools"] = [tool for _, tool in tools]
-    fields = Fields(FIELDS, "parameters", [place for place, _ in tools])
-    made["messages"] = _messages(request, names)
+    made["messages"], items = _messages(request, names)
+    fields = Fields(FIELDS, "parameters", [place for place, _ in tools], items)
     if isinstance(request.tool_choice, kinds.NamedFunction):
         made["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
     else:
@@ -107,16 +107,17 @@ def _called(namespace: str | None, name: str) -> str:
     return namespace + name if namespace.endswith("_") else f"{namespace}.{name}"
 
 
-def _messages(request: ResponsesRequest, names: Names) -> list[Object]:
+def _messages(request: ResponsesRequest, names: Names) -> tuple[list[Object], dict[str, str]]:
+    """-> the chat's messages; which item each, and each call in one, comes from"""
     made = _Messages()
     if request.instructions:
-        made.add("system", request.instructions)
+        made.add("system", request.instructions, "instructions")
     if isinstance(request.input, str):
-        made.add("user", request.input)
+        made.add("user", request.input, "input")
     else:
         for index, item in enumerate(request.input):
             _item(made, item, f"input[{index}]")
-    return made.whole()
+    return made.whole(), made.items
 
 
 def _item(made: _Messages, item: Any, at: str) -> None:
@@ -125,19 +126,19 @@ def _item(made: _Messages, item: Any, at: str) -> None:
         message = parse_at(kinds.MessageItem, item, at)
         text = _text(message.content, f"{at}.content")
         if message.role == "assistant":
-            made.wrote(text)
+            made.wrote(text, at)
         else:
-            made.add("user" if message.role == "user" else "system", text)
+            made.add("user" if message.role == "user" else "system", text, at)
     elif kind == "function_call":
         call = parse_at(kinds.FunctionCall, item, at)
         function = {"name": _called(call.namespace, call.name), "arguments": call.arguments}
-        made.called({"id": call.call_id, "type": "function", "function": function})
+        made.called({"id": call.call_id, "type": "function", "function": function}, at)
     elif kind == "function_call_output":
         result = parse_at(kinds.FunctionCallOutput, item, at)
-        made.result(result.call_id, _text(result.output, f"{at}.output"))
+        made.result(result.call_id, _text(result.output, f"{at}.output"), at)
     elif kind == "reasoning":
         thought = parse_at(kinds.ReasoningItem, item, at)
-        made.thought("".join(part.text for part in thought.content or thought.summary))
+        made.thought("".join(part.text for part in thought.content or thought.summary), at)
     else:
         raise _unsupported(f"{at}.type", "this kind of item is not supported here")
 
@@ -169,31 +170,34 @@ class _Messages:
 
     def __init__(self) -> None:
         self._all: list[Object] = []
+        self.items: dict[str, str] = {}  # where each message began, and each call in one
         self._system = True  # there are no other messages yet
 
-    def add(self, role: str, text: str) -> None:
+    def add(self, role: str, text: str, at: str) -> None:
         """System texts at the start are one message: templates have one place for it."""
         if role == "system" and self._system and self._all:
             self._all[-1]["content"] += ["\n\n", text]
         else:
             self._system &= role == "system"
-            self._all.append({"role": role, "content": [text]})
+            self._append({"role": role, "content": [text]}, at)
 
-    def wrote(self, text: str) -> None:
-        texts = self._answer("tool_calls").setdefault("content", [])
+    def wrote(self, text: str, at: str) -> None:
+        texts = self._answer(at, "tool_calls").setdefault("content", [])
         if text:
             texts.append(text)
 
-    def thought(self, text: str) -> None:
+    def thought(self, text: str, at: str) -> None:
         if text:
-            self._answer("tool_calls", "content").setdefault("reasoning", []).append(text)
+            self._answer(at, "tool_calls", "content").setdefault("reasoning", []).append(text)
 
-    def called(self, call: Object) -> None:
-        self._answer().setdefault("tool_calls", []).append(call)
+    def called(self, call: Object, at: str) -> None:
+        calls = self._answer(at).setdefault("tool_calls", [])
+        self.items[f"messages[{len(self._all) - 1}].tool_calls[{len(calls)}]"] = at
+        calls.append(call)
 
-    def result(self, id: str, text: str) -> None:
+    def result(self, id: str, text: str, at: str) -> None:
         self._system = False
-        self._all.append({"role": "tool", "tool_call_id": id, "content": [text]})
+        self._append({"role": "tool", "tool_call_id": id, "content": [text]}, at)
 
     def whole(self) -> list[Object]:
         for message in self._all:
@@ -203,10 +207,14 @@ class _Messages:
                 message["reasoning"] = "".join(message["reasoning"])
         return self._all
 
-    def _answer(self, *without: str) -> Object:
+    def _append(self, message: Object, at: str) -> None:
+        self.items[f"messages[{len(self._all)}]"] = at
+        self._all.append(message)
+
+    def _answer(self, at: str, *without: str) -> Object:
         """The assistant's message that goes on; another where this one has one of those parts."""
         last = self._all[-1] if self._all else {}
         if last.get("role") != "assistant" or any(last.get(part) for part in without):
             self._system = False
-            self._all.append({"role": "assistant"})
+            self._append({"role": "assistant"}, at)
         return self._all[-1]

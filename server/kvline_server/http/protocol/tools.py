@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import to_json
 
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol.strict import CacheControl, Strict, check_depth, kind_of
@@ -93,5 +93,5 @@ def check_tools(tools: Iterable[Tool]) -> None:
         if tool.function.name in seen:
             raise ValueError(f"[{index}].function.name: another tool has this name")
         seen.add(tool.function.name)
-    if len(json.dumps([tool.rendered() for tool in tools], ensure_ascii=False)) > MAX_TOOL_BYTES:
+    if len(to_json([tool.rendered() for tool in tools]).decode()) > MAX_TOOL_BYTES:
         raise ValueError(f"have more than {MAX_TOOL_BYTES} characters")
