@@ -123,12 +123,11 @@ class TorchRecurrent(Recurrent):
                 at, sized = np.arange(size), sizes[own, None]
                 rows = starts[own, None] + first + np.minimum(at, sized - 1)
                 real = at < sized
-                zero = fresh[own] if first == 0 else slots[own] == DUMMY
                 yield Batch(
                     rows=self._there(rows),
                     real=None if real.all() else self._there(real),
                     slots=self._there(slots[own]),
-                    fresh=self._there(zero),
+                    fresh=self._there(fresh[own] & (first == 0)),
                 )
 
     def delta_rule(
