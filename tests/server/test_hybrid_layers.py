@@ -21,8 +21,8 @@ from test_shards import MODEL as OTHER
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.group import ALONE, Alone, Group
 from kvline_server.kernels.projection import Join, Operand
+from kvline_server.kernels.recurrent import DUMMY, Sequences, States
 from kvline_server.kernels.recurrent import DeltaRule as Rule
-from kvline_server.kernels.recurrent import Sequences, States
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
 from kvline_server.model import hybrid
@@ -200,8 +200,9 @@ def run(
     steps: Sequence[tuple[int, int, bool]],
 ) -> torch.Tensor:
     """`steps` are rows, slot and whether it is read of each sequence; x is as before a layer."""
-    counts, slots, carried = (np.array(each) for each in zip(*steps, strict=True))
-    plan = RECURRENT.plan(Sequences(np.cumsum((0, *counts)).astype(np.int32), slots, carried))
+    counts, slots, read = (np.array(each) for each in zip(*steps, strict=True))
+    starts = np.cumsum((0, *counts)).astype(np.int32)
+    plan = RECURRENT.plan(Sequences(starts, slots, np.where(read, slots, DUMMY)))
     assert block.before is not None
     normed = Operand(kernels.rows.rms_norm(x, block.before))
     projected: Any = block.project(kernels, normed)

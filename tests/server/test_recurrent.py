@@ -24,6 +24,7 @@ from kvline_server.kernels.recurrent import (
     DeltaRule,
     Scan,
     Sequences,
+    Snapshots,
     States,
 )
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
@@ -51,6 +52,26 @@ def scan() -> Scan:
     return Scan(6, 8, 2, 20, made, Decay(spread(6), spread(6)), torch.randn(6))
 
 
+# A sequence's rows, its slot, and whether that is read, or which.
+Step = tuple[int, int, bool | int]
+
+
+def sequences(steps: Sequence[Step], kept: Sequence[tuple[int, int, int]] = ()) -> Sequences:
+    """`kept` are snapshots: of which sequence, behind which row, in which slot."""
+    counts, slots, read = zip(*steps, strict=True)
+    sources = [
+        (slot if one else DUMMY) if isinstance(one, bool) else one
+        for slot, one in zip(slots, read, strict=True)
+    ]
+    columns = np.array(kept, np.int64).reshape(-1, 3).T
+    return Sequences(
+        np.cumsum((0, *counts)).astype(np.int32),
+        np.array(slots),
+        np.array(sources),
+        Snapshots(*columns) if kept else None,
+    )
+
+
 @dataclass
 class Model:
     """A layer with its pool, of which no slot may be read yet."""
@@ -66,12 +87,13 @@ class Model:
         return both[:, :-gates], both[:, -gates:]  # strided, as parts of one GEMM's output
 
     def run(
-        self, x: torch.Tensor, gates: torch.Tensor, steps: Sequence[tuple[int, int, bool]]
+        self,
+        x: torch.Tensor,
+        gates: torch.Tensor,
+        steps: Sequence[Step],
+        kept: Sequence[tuple[int, int, int]] = (),
     ) -> torch.Tensor:
-        """`steps` are rows, slot and whether it is read of each sequence."""
-        counts, slots, carried = zip(*steps, strict=True)
-        starts = np.cumsum((0, *counts)).astype(np.int32)
-        plan = KERNELS.plan(Sequences(starts, np.array(slots), np.array(carried)))
+        plan = KERNELS.plan(sequences(steps, kept))
         if isinstance(self.layer, DeltaRule):
             return KERNELS.delta_rule(x, gates, self.layer, self.states, plan)
         return KERNELS.scan(x, gates, self.layer, self.states, plan)
@@ -187,6 +209,34 @@ def test_a_prompt_has_the_same_bits_whole_and_resumed_at_a_chunk(rows: int, mode
         assert torch.equal(model.states.inputs[2], model.states.inputs[1])
 
 
+@pytest.mark.parametrize("rows", [64, 65, 128, 200])
+def test_a_snapshot_is_the_state_at_a_chunk_and_is_read_without_a_copy(
+    rows: int, model: Model
+) -> None:
+    """Written in passing of a step of many sequences; two others read it at once, and leave it."""
+    x, gates = model.inputs(rows)
+    more = model.inputs(100, seed=5)
+    both = torch.cat((more[0], x)), torch.cat((more[1], gates))
+    kept = [(1, at, 5 + at // CHUNK) for at in range(CHUNK, rows + 1, CHUNK)]
+    kept.append((0, CHUNK, 9))
+    whole = model.run(*both, [(100, 1, False), (rows, 2, False)], kept)[100:]
+    assert torch.equal(whole, model.cut(rows, [rows], 3))
+    for at in range(CHUNK, rows + 1, CHUNK):
+        slot = 5 + at // CHUNK
+        model.cut(at, [at], 4)
+        for pool in (model.states.inputs, model.states.matrices):
+            assert torch.equal(pool[slot], pool[4])
+        left = rows - at
+        if left:
+            twice = torch.cat((x[at:], x[at:])), torch.cat((gates[at:], gates[at:]))
+            resumed = model.run(*twice, [(left, 3, slot), (left, 4, slot)])
+            assert torch.equal(resumed, torch.cat((whole[at:], whole[at:])))
+            assert torch.equal(model.states.matrices[4], model.states.matrices[2])
+    model.cut(CHUNK, [CHUNK], 4, seed=5)
+    assert torch.equal(model.states.matrices[9], model.states.matrices[4])
+    assert model.states.matrices[10:].isnan().all() and model.states.inputs[10:].isnan().all()
+
+
 def test_draft_tokens_have_the_bits_of_decodes(model: Model) -> None:
     one, four = ([*range(20, 33, step)] for step in (1, 4))
     assert torch.equal(model.cut(32, one, 1), model.cut(32, four, 2))
@@ -258,7 +308,7 @@ def test_results_are_in_the_dtype_of_the_rows_and_where_they_are_asked_for(model
     rows = [each.bfloat16() for each in (x, gates)]
     want = expected(model.layer, *(each.double() for each in rows))[0]
     into = torch.full((70, want.shape[1] + 5), NAN, dtype=torch.bfloat16)[:, 2:-3]
-    plan = KERNELS.plan(Sequences(np.array([0, 70], np.int32), np.array([1]), np.array([False])))
+    plan = KERNELS.plan(sequences([(70, 1, False)]))
     run = KERNELS.delta_rule if isinstance(model.layer, DeltaRule) else KERNELS.scan
     got = functools.partial(run, *rows)(model.layer, model.states, plan, into)  # type: ignore[arg-type]
     assert got is into and (got.double() - want).norm() / want.norm() < 5e-3

@@ -2,7 +2,7 @@
 values. The gated delta rule (Gated DeltaNet, arXiv 2412.06464), Mamba2's scan (arXiv 2405.21060).
 
 A state has two parts: the last inputs of a short causal convolution, and a matrix for each head. It
-is in a slot of a layer's pool. A step says of each sequence whether its slot is read or it starts
+is in a slot of a layer's pool. A step says of each sequence which slot it reads, or that it starts
 from zero: a slot is never cleared, so whatever an earlier sequence left in it, NaN too, must not
 reach the results. Sequences are planned once a step, in host memory, and its layers use the plan.
 """
@@ -26,13 +26,26 @@ DUMMY = 0  # the slot of padding: written, never read
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshots:
+    """Copies of states that a step makes in passing, for prefixes that may come again."""
+
+    sequences: NDArray[np.int64]  # [snapshots], whose, as indices in Sequences
+    rows: NDArray[np.int64]  # of the sequence in this step, behind which; multiples of CHUNK
+    slots: NDArray[np.int64]  # to be written
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """Sequences in the order of their rows. Rows behind the last one are padding; so are sequences
-    in the slot DUMMY, of which a captured step may have many."""
+    in the slot DUMMY, of which a captured step may have many. No slot is written that another
+    sequence reads in the same step."""
 
     starts: NDArray[np.int32]  # [sequences + 1], from 0; each has a row or more
-    slots: NDArray[np.int64]  # [sequences]; one sequence each, but for DUMMY
-    carried: NDArray[np.bool_]  # [sequences]: the slot is read; False: it starts from zero
+    slots: NDArray[np.int64]  # [sequences], written; one sequence each, but for DUMMY
+    # [sequences], read: its own, where it goes on; a snapshot's, where its first rows are known
+    # and need not be copied; DUMMY: none, it starts from zero.
+    sources: NDArray[np.int64]
+    snapshots: Snapshots | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ alone and among others, whole and resumed at a multiple of CHUNK.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from kvline_server.kernels.recurrent import (
     Recurrent,
     Scan,
     Sequences,
+    Snapshots,
     States,
 )
 from kvline_server.kernels.torch_chunks import (
@@ -51,8 +52,10 @@ class Batch:
 
     rows: torch.Tensor  # int64 [sequences, rows]; behind a chunk's end its last row again
     real: torch.Tensor | None  # bool [sequences, rows]; None: all are
-    slots: torch.Tensor  # int64 [sequences]
-    fresh: torch.Tensor  # bool [sequences]: starts from zero
+    slots: torch.Tensor  # int64 [sequences], written
+    sources: torch.Tensor  # int64 [sequences], read; DUMMY: none, it starts from zero
+    # int64 [snapshots], twice: slots that are copied once the batch is done, and to which.
+    copies: tuple[torch.Tensor, torch.Tensor]
 
     @property
     def short(self) -> bool:
@@ -64,7 +67,13 @@ class Batch:
         for at in range(0, len(self.rows), count):
             some = slice(at, at + count)
             real = None if self.real is None else self.real[some]
-            yield Batch(self.rows[some], real, self.slots[some], self.fresh[some])
+            yield replace(
+                self,
+                rows=self.rows[some],
+                real=real,
+                slots=self.slots[some],
+                sources=self.sources[some],
+            )
 
     def store(self, made: torch.Tensor, into: torch.Tensor) -> None:
         """The real rows' outputs."""
@@ -81,8 +90,10 @@ class Plan:
     within: torch.Tensor  # int64 [rows], rows of its sequence before each
     ends: torch.Tensor  # int64 [sequences], of their rows
     counts: torch.Tensor  # int64 [sequences], of their rows
-    slots: torch.Tensor  # int64 [sequences]
-    fresh: torch.Tensor  # bool [sequences]
+    slots: torch.Tensor  # int64 [sequences], written
+    sources: torch.Tensor  # int64 [sequences], read; DUMMY: none
+    kept: torch.Tensor  # int64 [snapshots], the row behind which each is
+    kept_slots: torch.Tensor  # int64 [snapshots]
     batches: tuple[Batch, ...]
 
 
@@ -92,42 +103,48 @@ class TorchRecurrent(Recurrent):
 
     def plan(self, sequences: Sequences) -> Plan:
         starts = sequences.starts.astype(np.int64)
-        counts, slots = np.diff(starts), sequences.slots
-        fresh = ~sequences.carried | (slots == DUMMY)
+        counts = np.diff(starts)
+        none = np.zeros(0, np.int64)
+        kept = sequences.snapshots or Snapshots(none, none, none)
+        assert not (kept.rows % CHUNK).any() and (kept.rows <= counts[kept.sequences]).all()
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-        of = np.repeat(np.arange(len(counts)), counts)
         return Plan(
             rows=int(starts[-1]),
-            sequences=self._there(of),
+            sequences=self._there(np.repeat(np.arange(len(counts)), counts)),
             within=self._there(within),
             ends=self._there(starts[1:]),
             counts=self._there(counts),
-            slots=self._there(slots),
-            fresh=self._there(fresh),
-            batches=tuple(self._batches(starts[:-1], counts, slots, fresh)),
+            slots=self._there(sequences.slots),
+            sources=self._there(sequences.sources),
+            kept=self._there(starts[kept.sequences] + kept.rows),
+            kept_slots=self._there(kept.slots),
+            batches=tuple(self._batches(sequences, starts[:-1], counts, kept)),
         )
 
     def _there(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _batches(
-        self, starts: np.ndarray, counts: np.ndarray, slots: np.ndarray, fresh: np.ndarray
+        self, sequences: Sequences, starts: np.ndarray, counts: np.ndarray, kept: Snapshots
     ) -> Iterator[Batch]:
         """In the order of each sequence's chunks."""
         for first in range(0, int(counts.max(initial=0)), CHUNK):
             sizes = (counts - first).clip(0, CHUNK)
-            for size in np.unique(np.where(sizes > SHORT, CHUNK, sizes)):
-                if not size:
-                    continue
-                (own,) = np.nonzero(sizes == size if size <= SHORT else sizes > SHORT)
+            padded = np.where(sizes > SHORT, CHUNK, sizes)
+            for size in np.unique(padded[padded > 0]):
+                (own,) = np.nonzero(padded == size)
                 at, sized = np.arange(size), sizes[own, None]
-                rows = starts[own, None] + first + np.minimum(at, sized - 1)
-                real = at < sized
+                real, slots = at < sized, sequences.slots
+                now = (kept.rows == first + CHUNK) & (size == CHUNK)
                 yield Batch(
-                    rows=self._there(rows),
+                    rows=self._there(starts[own, None] + first + np.minimum(at, sized - 1)),
                     real=None if real.all() else self._there(real),
                     slots=self._there(slots[own]),
-                    fresh=self._there(fresh[own] & (first == 0)),
+                    sources=self._there((slots if first else sequences.sources)[own]),
+                    copies=(
+                        self._there(slots[kept.sequences[now]]),
+                        self._there(kept.slots[now]),
+                    ),
                 )
 
     def delta_rule(
@@ -211,7 +228,7 @@ def convolve(
     """silu of the convolution of the rows that are no padding; `inputs` are those of States.
     [rows, channels] -> float32 [plan.rows, channels]"""
     x, weight = x[: plan.rows], convolution.weight.float()
-    before = inputs[plan.slots].masked_fill_(plan.fresh.view(-1, 1, 1), 0)
+    before = inputs[plan.sources].masked_fill_((plan.sources == DUMMY).view(-1, 1, 1), 0)
     made = x.float() * weight[:, -1]
     if convolution.bias is not None:
         made += convolution.bias.float()
@@ -229,18 +246,23 @@ def convolve(
         stays = before[torch.arange(len(old), device=x.device), old]
         after[:, kept - lag] = torch.where((plan.counts < lag).unsqueeze(1), stays, new)
     inputs[plan.slots] = after
+    behind = torch.arange(-kept, 0, device=x.device)
+    inputs[plan.kept_slots] = x[plan.kept.unsqueeze(1) + behind].to(inputs.dtype)
     return silu(made)
 
 
 def _advance(plan: Plan, pool: torch.Tensor, step: Step, out: torch.Tensor) -> None:
     """Every sequence's state by its rows, whose outputs are written to `out` [rows, width]."""
     together = max(1, AT_ONCE // pool[0].numel())
-    for batch in (some for every in plan.batches for some in every.split(together)):
-        state = pool[batch.slots].float()
-        state = state.masked_fill_(batch.fresh.view(-1, 1, 1, 1), 0)
-        made, after = step(batch, state)
-        pool[batch.slots] = after.to(pool.dtype)
-        batch.store(made.flatten(2), out)
+    for batch in plan.batches:
+        for some in batch.split(together):
+            state = pool[some.sources].float()
+            state = state.masked_fill_((some.sources == DUMMY).view(-1, 1, 1, 1), 0)
+            made, after = step(some, state)
+            pool[some.slots] = after.to(pool.dtype)
+            some.store(made.flatten(2), out)
+        copied, into = batch.copies
+        pool[into] = pool[copied]
 
 
 def _out(x: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
