@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from test_shards import MODEL as OTHER
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
+from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Alone, Group
 from kvline_server.kernels.projection import Join, Operand
 from kvline_server.kernels.recurrent import DUMMY, Sequences, States
-from kvline_server.kernels.recurrent import DeltaRule as Rule
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
 from kvline_server.model import hybrid
@@ -30,8 +30,9 @@ from kvline_server.model.config import Norms
 from kvline_server.model.delta_rule import DeltaRule
 from kvline_server.model.fields import Fields
 from kvline_server.model.linear import Tensors
-from kvline_server.model.loader import Loading, SafetensorsSource
+from kvline_server.model.loader import Loading, RandomSource, SafetensorsSource
 from kvline_server.model.mamba import Mamba
+from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import Shard
 
 HIDDEN, EPS, RESIDUAL = 48, 1e-5, 0.22
@@ -182,13 +183,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def pool(block: Block, slots: int = 10) -> States:
     """Of slots that hold NaN."""
-    layer = block.layer
-    channels = len(layer.convolution.weight)
-    if isinstance(layer, Rule):
-        shape = layer.value_heads, layer.key_dim, layer.value_dim
-    else:
-        shape = layer.heads, layer.head_dim, layer.state_dim
-    inputs, matrices = torch.empty(slots, 3, channels), torch.empty(slots, *shape)
+    inputs = torch.empty(slots, *block.sizes.inputs)
+    matrices = torch.empty(slots, *block.sizes.matrices)
     return States(inputs.fill_(math.nan), matrices.fill_(math.nan))
 
 
@@ -327,3 +323,49 @@ def test_published_sizes_are_read() -> None:
     assert [n for n in ranks if qwen.divides(n)] == [1, 2, 4, 8, 16]
     assert [n for n in ranks if nemotron.divides(n)] == [1, 2, 4, 8]
     assert [n for n in ranks if granite.divides(n)] == [1, 2, 4, 8, 16]
+
+
+QWEN_27B = hybrid.DeltaRule(16, 48, 128, 128)
+NEMOTRON_8B = hybrid.Mamba2(128, 64, 8, 128, "mixer.")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "size"),
+    [
+        (hybrid.DeltaRule(16, 16, 128, 128), 18, 19_537_920),  # Qwen3.5-0.8B
+        (hybrid.DeltaRule(16, 32, 128, 128), 24, 51_511_296),  # 9B
+        (QWEN_27B, 48, 153_944_064),
+        (NEMOTRON_8B, 24, 102_137_856),
+        (replace(NEMOTRON_8B, head_dim=80), 27, 143_548_416),  # Nano-9B-v2
+        (replace(NEMOTRON_8B, groups=1), 36, 152_819_712),  # Granite-4-H-Small
+    ],
+)
+def test_a_state_has_the_bytes_that_its_sizes_say(
+    sizes: hybrid.DeltaRule | hybrid.Mamba2, layers: int, size: int
+) -> None:
+    """Inputs in bfloat16, matrices in float32. What ranks share adds up, but for one group's."""
+    assert layers * hybrid.slot_bytes(sizes, 2, 4) == size
+    shares = 4 * layers * hybrid.slot_bytes(sizes.share(4), 2, 4)
+    one_group = isinstance(sizes, hybrid.Mamba2) and sizes.groups == 1
+    assert shares - size == (3 * layers * 3 * 2 * 128 * 2 if one_group else 0)
+
+
+class Fp8(RandomSource):
+    """Files in fp8 with blocks, which leave b and a as they were."""
+
+    def fp8(self, name: str) -> Quantization | None:
+        left = ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
+        return None if name.endswith(left) else Quantization("_scale_inv", (128, 128))
+
+
+@pytest.mark.parametrize("by_key_head", [False, True])
+def test_projections_of_a_delta_rule_stay_in_fp8(by_key_head: bool) -> None:
+    """By bytes, on one rank and on two: all but those of b and a."""
+    model = replace(OTHER, hidden=256)
+    rule = hybrid.DeltaRule(4, 8, 128, 128, by_key_head=by_key_head)
+    for rank, ranks in ((0, 1), (1, 2)):
+        tensors = Tensors(Fp8(), Shard(rank, ranks), keeps_fp8=True)
+        DeltaRule(tensors, model, rule, AT)
+        kept = (2 * rule.keys + 3 * rule.values) * 256
+        assert tensors.counts[FP8] == kept // ranks
+        assert tensors.counts[torch.float32] == (kept // 128**2 + 2 * 8) // ranks

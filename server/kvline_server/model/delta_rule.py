@@ -40,6 +40,7 @@ class DeltaRule:
         c, own, shard = config, at + "linear_attn.", tensors.shard
         self.before = layer_norm(tensors, c, at, c.norms.before_attention)
         self.after = layer_norm(tensors, c, at, c.norms.after_attention)
+        self.sizes = rule.share(shard.ranks)  # of this rank
         heads = shard.of(rule.value_heads)
         keys, values = shard.of(rule.keys), shard.of(rule.values)
         qkvz, ba = (_by_key_head if rule.by_key_head else _by_kind)(tensors, rule, own)
@@ -50,8 +51,8 @@ class DeltaRule:
         channels = [part.rows for part in fused("", ("",), outputs)]
         every = 2 * rule.keys + rule.values
         self.layer = kernel.DeltaRule(
-            key_heads=len(shard.of(rule.key_heads)),
-            value_heads=len(heads),
+            key_heads=self.sizes.key_heads,
+            value_heads=self.sizes.value_heads,
             key_dim=rule.key_dim,
             value_dim=rule.value_dim,
             convolution=convolution(tensors, own, channels, every, rule.width),
@@ -71,8 +72,7 @@ class DeltaRule:
         """x [rows, hidden]"""
         settled = Operand(kernels.gemms.settle(x))
         both = kernels.gemms.project(settled, self.qkvz).rows
-        values = self.layer.value_heads * self.layer.value_dim
-        qkv, gate = torch.split(both, [both.shape[1] - values, values], dim=1)
+        qkv, gate = torch.split(both, [self.sizes.inputs[1], self.sizes.values], dim=1)
         return Projected(qkv, gate, kernels.gemms.project(settled, self.ba).rows)
 
     def run(

@@ -4,7 +4,7 @@ place of attention in most layers. Imports no torch."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvline_server.model.fields import Fields
@@ -38,6 +38,21 @@ class DeltaRule:
         """Whether so many ranks have equal shares: key heads with their value heads."""
         return self.key_heads % ranks == 0
 
+    def share(self, ranks: int) -> DeltaRule:
+        """Of each of so many ranks."""
+        heads = self.key_heads // ranks, self.value_heads // ranks
+        return replace(self, key_heads=heads[0], value_heads=heads[1])
+
+    @property
+    def inputs(self) -> tuple[int, int]:
+        """Of the convolution, in a state."""
+        return self.width - 1, 2 * self.keys + self.values
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """In a state."""
+        return self.value_heads, self.key_dim, self.value_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
@@ -60,6 +75,26 @@ class Mamba2:
         """Whether so many ranks have equal shares: heads, and their groups. One group is on every
         rank."""
         return self.heads % ranks == 0 and (self.groups == 1 or self.groups % ranks == 0)
+
+    def share(self, ranks: int) -> Mamba2:
+        """Of each of so many ranks."""
+        groups = 1 if self.groups == 1 else self.groups // ranks
+        return replace(self, heads=self.heads // ranks, groups=groups)
+
+    @property
+    def inputs(self) -> tuple[int, int]:
+        """Of the convolution, in a state."""
+        return self.width - 1, self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """In a state."""
+        return self.heads, self.head_dim, self.state_dim
+
+
+def slot_bytes(recurrent: DeltaRule | Mamba2, inputs: int, matrices: int) -> int:
+    """Of a sequence's state in one layer, of elements of so many bytes each."""
+    return math.prod(recurrent.inputs) * inputs + math.prod(recurrent.matrices) * matrices
 
 
 def delta_rule(fields: Fields, by_key_head: bool) -> DeltaRule:

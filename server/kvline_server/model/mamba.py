@@ -44,6 +44,7 @@ class Mamba:
         self.before = layer_norm(tensors, c, at, norm)
         self.multiplier = multiplier
         heads, inner, dim = shard.of(m.heads), shard.of(m.inner), m.state_dim
+        self.sizes = m.share(shard.ranks)  # of this rank
         self.across = m.groups == 1 and shard.ranks > 1  # the norm's elements are on all ranks
         groups = range(1) if m.groups == 1 else shard.of(m.groups)
         shared = range(groups.start * dim, groups.stop * dim)
@@ -54,9 +55,9 @@ class Mamba:
         channels = [part.rows for part in fused("", ("",), mixed)]
         every = sum(each.of for each in mixed)
         self.layer = Scan(
-            heads=len(heads),
+            heads=self.sizes.heads,
             head_dim=m.head_dim,
-            groups=len(groups),
+            groups=self.sizes.groups,
             state_dim=dim,
             convolution=convolution(tensors, own, channels, every, m.width, m.convolution_bias),
             decay=decay(tensors, own, heads, m.heads),
@@ -74,8 +75,7 @@ class Mamba:
     def project(self, kernels: Kernels, x: Operand) -> Projected:
         """x [rows, hidden]"""
         every = kernels.gemms.project(x, self.inputs).rows
-        heads, inner = self.layer.heads, self.layer.heads * self.layer.head_dim
-        sizes = [inner, every.shape[1] - inner - heads, heads]
+        sizes = [self.sizes.inner, self.sizes.inputs[1], self.sizes.heads]
         return Projected(*torch.split(every, sizes, dim=1))
 
     def run(
