@@ -189,8 +189,9 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others(
     own = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
     alone = [model.run(x[at], gates[at], [step]) for at, step in zip(own, steps, strict=True)]
     kept = model.states
-    for at_once in (1, torch_recurrent.AT_ONCE):
+    for at_once in (1, 4000, 1 << 20):
         monkeypatch.setattr(torch_recurrent, "AT_ONCE", at_once)
+        monkeypatch.setattr(torch_recurrent, "FILTERED", at_once)
         for order in (range(len(steps)), np.random.default_rng(0).permutation(len(steps))):
             model.states = States(pool.inputs.clone(), pool.matrices.clone())
             rows, more = (torch.cat([each[own[i]] for i in order]) for each in (x, gates))

@@ -22,17 +22,17 @@ def delta_rows(
     beta: torch.Tensor,
     g: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As delta_chunk, row by row, of any number of sequences. Overwrites the state."""
+) -> torch.Tensor:
+    """As delta_chunk, row by row, of any number of sequences."""
     out = torch.empty_like(v)
     for row in range(q.shape[1]):
         query, key = (x[:, row, :, None, :, None] for x in (q, k))
         state *= g[:, row, :, :, None, None].exp()
         new = v[:, row] - (key * state).sum(dim=-2)
         new *= beta[:, row].unsqueeze(-1)
-        state += key * new.unsqueeze(-2)
+        state.addcmul_(key, new.unsqueeze(-2))
         out[:, row] = (query * state).sum(dim=-2)
-    return out, state
+    return out
 
 
 def delta_chunk(
@@ -42,12 +42,12 @@ def delta_chunk(
     beta: torch.Tensor,
     g: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """The gated delta rule (arXiv 2412.06464, section 3.3): with a = (I + strictly lower of beta k
     k^T decay)^-1, what each row adds to the state is a beta (v - e^g k S), whatever S is.
     q, k [sequences, rows, key heads, key dim], v [sequences, rows, key heads, value heads of each,
     value dim], beta, g [sequences, rows, key heads, value heads of each], state [sequences, key
-    heads, value heads of each, key dim, value dim] -> as v, and the state behind the last row"""
+    heads, value heads of each, key dim, value dim], updated in place -> as v"""
     q, k = (x.transpose(1, 2).unsqueeze(2) for x in (q, k))  # [n, key heads, 1, rows, key dim]
     v = v.permute(0, 2, 3, 1, 4)  # [n, key heads, value heads of each, rows, value dim]
     beta, g = (x.permute(0, 2, 3, 1) for x in (beta, g))
@@ -60,8 +60,8 @@ def delta_chunk(
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     new = solved[..., :dim] - solved[..., dim:] @ state
     out = (q * reach) @ state + (q @ k.transpose(-1, -2) * between) @ new
-    after = state * reach[..., -1:, :] + (k * left).transpose(-1, -2) @ new
-    return out.permute(0, 3, 1, 2, 4), after
+    state.mul_(reach[..., -1:, :]).add_((k * left).transpose(-1, -2) @ new)
+    return out.permute(0, 3, 1, 2, 4)
 
 
 def scan_rows(
@@ -71,15 +71,15 @@ def scan_rows(
     delta: torch.Tensor,
     g: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As scan_chunk, row by row, of any number of sequences. Overwrites the state."""
+) -> torch.Tensor:
+    """As scan_chunk, row by row, of any number of sequences."""
     out = torch.empty_like(x)
     for row in range(x.shape[1]):
         state *= g[:, row, :, :, None, None].exp()
         added = x[:, row] * delta[:, row].unsqueeze(-1)
-        state += added.unsqueeze(-1) * b[:, row, :, None, None, :]
+        state.addcmul_(added.unsqueeze(-1), b[:, row, :, None, None, :])
         out[:, row] = (state * c[:, row, :, None, None, :]).sum(dim=-1)
-    return out, state
+    return out
 
 
 def scan_chunk(
@@ -89,11 +89,11 @@ def scan_chunk(
     delta: torch.Tensor,
     g: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Mamba2's scan in its dual form (arXiv 2405.21060, section 6), without the skip.
     x [sequences, rows, groups, heads of each, head dim], b, c [sequences, rows, groups, state dim],
     delta, g [sequences, rows, groups, heads of each], state [sequences, groups, heads of each, head
-    dim, state dim] -> as x, and the state behind the last row"""
+    dim, state dim], updated in place -> as x"""
     x = x.permute(0, 2, 3, 1, 4)  # [n, groups, heads of each, rows, head dim]
     b, c = (each.transpose(1, 2).unsqueeze(2) for each in (b, c))  # [n, groups, 1, rows, state dim]
     delta, g = (each.permute(0, 2, 3, 1) for each in (delta, g))
@@ -101,8 +101,8 @@ def scan_chunk(
     reach, left = total.exp().unsqueeze(-1), (total[..., -1:] - total).exp().unsqueeze(-1)
     added = x * delta.unsqueeze(-1)
     out = (c @ b.transpose(-1, -2) * between) @ added + (c * reach) @ state.transpose(-1, -2)
-    after = state * reach[..., -1:, :] + (added * left).transpose(-1, -2) @ b
-    return out.permute(0, 3, 1, 2, 4), after
+    state.mul_(reach[..., -1:, :]).add_((added * left).transpose(-1, -2) @ b)
+    return out.permute(0, 3, 1, 2, 4)
 
 
 def _decays(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvline_server.kernels.projection import Norm
 from kvline_server.kernels.recurrent import (
@@ -37,13 +38,16 @@ from kvline_server.kernels.torch_chunks import (
     softplus,
 )
 
-SHORT = 8  # rows that are computed one by one: decodes with their draft tokens, ends of prompts
+# Rows that are computed one by one: decodes with their draft tokens, ends of prompts. A row takes a
+# thirtieth of the time of CHUNK rows at once (Qwen3.5-0.8B's layer, one thread).
+SHORT = 16
 # Elements of the states that are computed at a time: what a step takes is bounded.
-AT_ONCE = 1 << 20
+AT_ONCE = 1 << 18
+FILTERED = 1 << 20  # and of the convolution's rows
 EPSILON = 1e-6  # of the length of queries and keys
 
-# From a batch's states to outputs [sequences, rows, ...], and the states behind them.
-Step = Callable[["Batch", torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Of a batch, from its states, which it updates in place, to outputs [sequences, rows, ...].
+Step = Callable[["Batch", torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Batch:
     real: torch.Tensor | None  # bool [sequences, rows]; None: all are
     slots: torch.Tensor  # int64 [sequences], written
     sources: torch.Tensor  # int64 [sequences], read; DUMMY: none, it starts from zero
+    host: NDArray[np.int64]  # [sequences, 2], both
     # int64 [snapshots], twice: slots that are copied once the batch is done, and to which.
     copies: tuple[torch.Tensor, torch.Tensor]
 
@@ -73,7 +78,30 @@ class Batch:
                 real=real,
                 slots=self.slots[some],
                 sources=self.sources[some],
+                host=self.host[some],
             )
+
+    def advance(self, pool: torch.Tensor, step: Step) -> torch.Tensor:
+        """The states by the batch's rows. -> outputs [sequences, rows, ...]"""
+        if len(self.rows) > 1:
+            state = pool[self.sources].float()
+            if (self.host[:, 1] == DUMMY).any():
+                state.masked_fill_((self.sources == DUMMY).view(-1, 1, 1, 1), 0)
+            made = step(self, state)
+            pool[self.slots] = state.to(pool.dtype)
+            return made
+        # In place: to gather and scatter a large state takes longer than a row of it.
+        slot, source = self.host[0].tolist()
+        own = pool[slot : slot + 1]
+        if source == DUMMY:
+            own.zero_()
+        elif source != slot:
+            own.copy_(pool[source : source + 1])
+        state = own.float()
+        made = step(self, state)
+        if state.dtype != own.dtype:
+            own.copy_(state)
+        return made
 
     def store(self, made: torch.Tensor, into: torch.Tensor) -> None:
         """The real rows' outputs."""
@@ -135,12 +163,14 @@ class TorchRecurrent(Recurrent):
                 (own,) = np.nonzero(padded == size)
                 at, sized = np.arange(size), sizes[own, None]
                 real, slots = at < sized, sequences.slots
+                sources = slots if first else sequences.sources
                 now = (kept.rows == first + CHUNK) & (size == CHUNK)
                 yield Batch(
                     rows=self._there(starts[own, None] + first + np.minimum(at, sized - 1)),
                     real=None if real.all() else self._there(real),
                     slots=self._there(slots[own]),
-                    sources=self._there((slots if first else sequences.sources)[own]),
+                    sources=self._there(sources[own]),
+                    host=np.stack((slots[own], sources[own]), axis=1),
                     copies=(
                         self._there(slots[kept.sequences[now]]),
                         self._there(kept.slots[now]),
@@ -165,13 +195,12 @@ class TorchRecurrent(Recurrent):
         b, a = ba[: plan.rows].float().view(plan.rows, 2, layer.key_heads, -1).unbind(1)
         beta, decay = sigmoid(b), _log_decay(a, layer.decay)[1]
 
-        def step(batch: Batch, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def step(batch: Batch, state: torch.Tensor) -> torch.Tensor:
             run = delta_rows if batch.short else delta_chunk
             at = batch.rows
             shares, decays = (_masked(x[at], batch.real) for x in (beta, decay))
             grouped = _grouped(state, layer.key_heads)
-            made, after = run(q[at], k[at], v[at], shares, decays, grouped)
-            return made, after.flatten(1, 2)
+            return run(q[at], k[at], v[at], shares, decays, grouped)
 
         made = _out(qkv, values, out)
         _advance(plan, states.matrices, step, made)
@@ -194,12 +223,12 @@ class TorchRecurrent(Recurrent):
         b, c = (each.view(plan.rows, groups, layer.state_dim) for each in (b, c))
         delta, decay = _log_decay(dt[: plan.rows].float().view(plan.rows, groups, -1), layer.decay)
 
-        def step(batch: Batch, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def step(batch: Batch, state: torch.Tensor) -> torch.Tensor:
             run = scan_rows if batch.short else scan_chunk
             at = batch.rows
             steps, decays = (_masked(each[at], batch.real) for each in (delta, decay))
-            made, after = run(x[at], b[at], c[at], steps, decays, _grouped(state, groups))
-            return made + x[at] * layer.skip.view(groups, -1, 1), after.flatten(1, 2)
+            made = run(x[at], b[at], c[at], steps, decays, _grouped(state, groups))
+            return made + x[at] * layer.skip.view(groups, -1, 1)
 
         made = _out(xbc, width, out)
         _advance(plan, states.matrices, step, made)
@@ -227,28 +256,42 @@ def convolve(
 ) -> torch.Tensor:
     """silu of the convolution of the rows that are no padding; `inputs` are those of States.
     [rows, channels] -> float32 [plan.rows, channels]"""
-    x, weight = x[: plan.rows], convolution.weight.float()
+    x = x[: plan.rows]
+    made = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     before = inputs[plan.sources].masked_fill_((plan.sources == DUMMY).view(-1, 1, 1), 0)
-    made = x.float() * weight[:, -1]
-    if convolution.bias is not None:
-        made += convolution.bias.float()
-    kept = inputs.shape[1]
     after = torch.empty_like(before)
-    for lag in range(1, kept + 1):
-        earlier = x.roll(lag, 0)
-        (early,) = torch.nonzero(plan.within < lag, as_tuple=True)
-        # Rows before a sequence's first one are in its slot, the newest last.
-        earlier[early] = before[plan.sequences[early], kept - lag + plan.within[early]].to(x.dtype)
-        made += earlier.float() * weight[:, -1 - lag]
-        # What is kept: rows counted from the sequence's end, or from its slot where it has fewer.
-        old = (kept - lag + plan.counts).clamp(max=kept - 1)
-        new = x[(plan.ends - lag).clamp(min=0)].to(inputs.dtype)
-        stays = before[torch.arange(len(old), device=x.device), old]
-        after[:, kept - lag] = torch.where((plan.counts < lag).unsqueeze(1), stays, new)
+    step = max(1, FILTERED // max(1, plan.rows))
+    for at in range(0, x.shape[1], step):
+        some = slice(at, at + step)
+        weight, bias = convolution.weight[some].float(), convolution.bias
+        own = x[:, some].float() * weight[:, -1]
+        if bias is not None:
+            own += bias[some].float()
+        for lag in range(1, inputs.shape[1] + 1):
+            earlier = _earlier(x[:, some], before[..., some], after[..., some], lag, plan)
+            own += earlier.float() * weight[:, -1 - lag]
+        made[:, some] = silu(own)
     inputs[plan.slots] = after
-    behind = torch.arange(-kept, 0, device=x.device)
+    behind = torch.arange(-inputs.shape[1], 0, device=x.device)
     inputs[plan.kept_slots] = x[plan.kept.unsqueeze(1) + behind].to(inputs.dtype)
-    return silu(made)
+    return made
+
+
+def _earlier(
+    x: torch.Tensor, before: torch.Tensor, after: torch.Tensor, lag: int, plan: Plan
+) -> torch.Tensor:
+    """What each row's sequence had `lag` rows before it, and into `after` what it has so many rows
+    before its end. x [rows, channels], before, after [sequences, kept, channels] -> as x"""
+    kept = before.shape[1]
+    made = x.roll(lag, 0)
+    (early,) = torch.nonzero(plan.within < lag, as_tuple=True)
+    # Rows before a sequence's first one are in its slot, the newest last.
+    made[early] = before[plan.sequences[early], kept - lag + plan.within[early]].to(x.dtype)
+    old = (kept - lag + plan.counts).clamp(max=kept - 1)
+    stays = before[torch.arange(len(old), device=x.device), old]
+    new = x[(plan.ends - lag).clamp(min=0)].to(after.dtype)
+    after[:, kept - lag] = torch.where((plan.counts < lag).unsqueeze(1), stays, new)
+    return made
 
 
 def _advance(plan: Plan, pool: torch.Tensor, step: Step, out: torch.Tensor) -> None:
@@ -256,11 +299,7 @@ def _advance(plan: Plan, pool: torch.Tensor, step: Step, out: torch.Tensor) -> N
     together = max(1, AT_ONCE // pool[0].numel())
     for batch in plan.batches:
         for some in batch.split(together):
-            state = pool[some.sources].float()
-            state = state.masked_fill_((some.sources == DUMMY).view(-1, 1, 1, 1), 0)
-            made, after = step(some, state)
-            pool[some.slots] = after.to(pool.dtype)
-            some.store(made.flatten(2), out)
+            some.store(some.advance(pool, step).flatten(2), out)
         copied, into = batch.copies
         pool[into] = pool[copied]
 
