@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -302,6 +302,25 @@ def test_a_state_may_be_in_bfloat16(model: Model) -> None:
     assert 1e-5 < (got.double() - want).norm() / want.norm() < 2e-2
     kept = model.states.matrices[1].double()
     assert (kept - matrices).norm() / matrices.norm() < 2e-2
+
+
+def test_a_state_in_bfloat16_never_forgets_what_decays_slowly(model: Model) -> None:
+    """Rows of zeros change nothing but by the decay. One nearer to 1 than half the distance of two
+    numbers, 2^-9, is rounded away, row by row: sums then grow without end (2.5 times what they
+    should be behind 8,192 rows of a scan). float32 keeps it."""
+    rows, slow = 300, torch.full((6,), 0.001).log()
+    weight = Convolution(model.layer.convolution.weight)  # a bias would add to the state
+    layer = replace(model.layer, convolution=weight, decay=Decay(slow, torch.full((6,), 0.5413)))
+    model.layer = layer
+    x, gates = model.inputs(rows)
+    x[4:], gates[4:] = 0, 0
+    want = expected(layer, x, gates)[2]
+    for dtype, kept in ((torch.float32, 1.0), (torch.bfloat16, 1.3)):
+        model.states = States(model.states.inputs, model.states.matrices.to(dtype))
+        for at in range(rows):
+            model.run(x[at : at + 1], gates[at : at + 1], [(1, 1, at > 0)])
+        grown = model.states.matrices[1].double().norm() / want.norm()
+        assert abs(float(grown) - kept) < 0.06, grown
 
 
 def test_results_are_in_the_dtype_of_the_rows_and_where_they_are_asked_for(model: Model) -> None:

@@ -54,7 +54,8 @@ class States:
 
     inputs: torch.Tensor  # [slots, width - 1, channels], of the convolution, the newest last
     # Of a delta rule [slots, value heads, key dim, value dim], of a scan [slots, heads, head dim,
-    # state dim]. In bfloat16 it is rounded once a step and chunk, and computed in float32.
+    # state dim]. In bfloat16 it is rounded once a step and chunk, and computed in float32: a decay
+    # above 1 - 2^-9 a step is rounded away.
     matrices: torch.Tensor
 
 
