@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_shards import MODEL as OTHER
+from waiting import limit
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.fp8 import FP8
@@ -239,15 +240,15 @@ class Pair(Alone):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.given[self.rank] = x
-        self.met.wait(30)
+        self.met.wait()
         made = self.given[0] + self.given[1]
-        self.met.wait(30)
+        self.met.wait()
         return made
 
 
 def test_two_ranks_are_as_one(family: Family) -> None:
     """Each has some heads; the norm behind Granite's one group is over both ranks."""
-    met, x = threading.Barrier(2), torch.randn(70, HIDDEN)
+    met, x = threading.Barrier(2, timeout=limit(30)), torch.randn(70, HIDDEN)
     given: dict[int, torch.Tensor] = {}
 
     def one(rank: int) -> torch.Tensor:

@@ -57,7 +57,9 @@ def delta_chunk(
     # The solver takes its diagonal as 1 and does not read what is above it.
     system = (k @ k.transpose(-1, -2)) * between * scale
     wanted = torch.cat((v * scale, k * (scale * reach)), dim=-1)
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    solved: torch.Tensor = torch.linalg.solve_triangular(
+        system, wanted, upper=False, unitriangular=True
+    )
     new = solved[..., :dim] - solved[..., dim:] @ state
     out = (q * reach) @ state + (q @ k.transpose(-1, -2) * between) @ new
     state.mul_(reach[..., -1:, :]).add_((k * left).transpose(-1, -2) @ new)
