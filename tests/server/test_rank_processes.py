@@ -118,7 +118,8 @@ def ask(server: Server) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=limit(30))
 
 
-@pytest.mark.parametrize(("gpus", "rank"), [(2, 0), (2, 1), (4, 2)])
+# Of three, one loses another besides rank 0, and is not the one that is named.
+@pytest.mark.parametrize(("gpus", "rank"), [(2, 0), (3, 1)])
 def test_a_rank_that_is_killed_while_serving_ends_the_pod(
     start: Callable[..., Server], shared_model: Path, gpus: int, rank: int
 ) -> None:
@@ -128,7 +129,7 @@ def test_a_rank_that_is_killed_while_serving_ends_the_pod(
         asked = pool.submit(ask, server)
         wait_for(lambda: server.probe("/load")[1]["running"])
         os.kill(server.children()[NAMES[rank]], signal.SIGKILL)
-        ended = end_of(server, 3.0 if gpus == 2 else 10.0)  # four wait for two cores
+        ended = end_of(server, 3.0 if gpus == 2 else 10.0)  # three wait for two cores
         assert asked.result().status_code == 500
     assert f"rank {rank} ended with signal 9" in ended["message"]
 
