@@ -183,13 +183,3 @@ def test_ranks_end_with_a_parent_that_is_killed(
     server.process.kill()
     server.process.wait()
     wait_for(lambda: not [each for each in leftovers(server) if "/ranks-" not in each])
-
-
-def test_a_model_that_ranks_cannot_share_is_refused_with_what_they_can(
-    start: Callable[..., Server], shared_model: Path
-) -> None:
-    server = start(model=shared_model, gpus=5)
-    assert server.end(60) == 32
-    ended = server.termination()["message"]
-    assert ended.startswith("spec.resources.gpus is 5"), "no rank's: all of them find it"
-    assert "24 attention heads" in ended
