@@ -63,8 +63,8 @@ def three(model: Path, scratch: Path, **options: object) -> Server:
     return Server(model, scratch, http_processes=PROCESSES, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", name="server")
+def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Of the tests that leave it as they found it, but for what it has counted."""
     with serving(three(tiny_model, tmp_path_factory.mktemp("three"))) as made:
         yield made
