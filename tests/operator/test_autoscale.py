@@ -154,7 +154,7 @@ def test_replicas_reach_what_the_load_needs_and_no_more_than_a_step_beyond(name:
     assert list(counts.values())[-1] <= 2, shown  # and gone again
 
 
-@pytest.mark.parametrize(("start", "seed"), [(45, 1), (45, 2), (300, 1), (600, 1), (600, 3)])
+@pytest.mark.parametrize(("start", "seed"), [(45, 1), (45, 2), (300, 1), (600, 3)])
 def test_a_storm_of_retries_does_not_overshoot_while_replicas_start(start: int, seed: int) -> None:
     """Of many estimates one is far too high, and each replica that gets ready takes the clients
     that move over to it for new ones. The load needs 15."""

@@ -16,12 +16,12 @@ from kvline_server.memory.device import CpuDevice
 
 pytestmark = pytest.mark.process
 
-# Large steps, of 64 KiB a token between the two halves of the MLP, and 7 MiB of weights. What takes
+# Large steps, of 64 KiB a token between the two halves of the MLP, and 2 MiB of weights. What takes
 # time is small: the width that GEMMs sum over, and the vocabulary that is scored and sorted.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 64,
+    "hidden_size": 16,
     "head_dim": 64,
     "intermediate_size": 8192,
     "num_attention_heads": 4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -55,33 +56,37 @@ class Model:
         self.read = 0
 
     def run(self, work: list[Work]) -> None:
-        for item in work:
-            self.write(item)
-        for item in work:
-            for position in range(item.start, item.start + item.rows):
-                self.attend(item, position)
+        tokens = [prefixes([*item.sequence.tokens, *item.drafts]) for item in work]
+        for item, own in zip(work, tokens, strict=True):
+            self.write(item, own)
+        for item, own in zip(work, tokens, strict=True):
+            self.attend(item, own)
 
     def places(self, sequence: Sequence, position: int) -> list[tuple[int, int]]:
         index, offset = divmod(position, PAGE_SIZE)
         return [(g.pages[index - g.first], offset) for g in sequence.table.groups]
 
-    def write(self, item: Work) -> None:
-        tokens = [*item.sequence.tokens, *item.drafts]
+    def write(self, item: Work, tokens: list[int]) -> None:
         for position in range(item.start, item.start + item.rows):
             for kept, at in zip(self.kept, self.places(item.sequence, position), strict=True):
-                kept[at] = hash(tuple(tokens[: position + 1]))
+                kept[at] = tokens[position]
 
-    def attend(self, item: Work, position: int) -> None:
-        tokens = [*item.sequence.tokens, *item.drafts]
+    def attend(self, item: Work, tokens: list[int]) -> None:
+        """What any of its rows sees: what one row finds, all do."""
+        last = item.start + item.rows
         for group, window in enumerate(self.caches.windows):
-            first = max(0, position + 1 - window) if window else 0
-            for seen in range(first, position + 1):
+            pages, kept = item.sequence.table.groups[group], self.kept[group]
+            for seen in range(max(0, item.start + 1 - window) if window else 0, last):
                 index, offset = divmod(seen, PAGE_SIZE)
-                pages = item.sequence.table.groups[group]
                 assert index >= pages.first, "a page that a query sees was given up"
-                found = self.kept[group][pages.pages[index - pages.first], offset]
-                assert found == hash(tuple(tokens[: seen + 1])), "another's key"
+                found = kept[pages.pages[index - pages.first], offset]
+                assert found == tokens[seen], "another's key"
                 self.read += 1
+
+
+def prefixes(tokens: list[int]) -> list[int]:
+    """A hash of all tokens up to each."""
+    return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
 def step(scheduler: Scheduler, model: Model, done: list[int]) -> list[Work]:

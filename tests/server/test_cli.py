@@ -265,8 +265,14 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(serve: Serve, tmp_path: Pat
 
 
 @pytest.mark.process
-def test_an_idle_connection_ends_after_the_flag_s_seconds(serve: Serve) -> None:
-    process = serve("--port", 0, "--internal-port", 0, "--keep-alive-seconds", 1)
+def test_flags_count_and_a_warning_names_the_one_that_it_is_of(serve: Serve) -> None:
+    process = serve(
+        *("--port", 0, "--internal-port", 0),
+        *("--keep-alive-seconds", 1, "--tool-call-parser", "Hermes"),
+    )
+    line = ready_line(process)
+    assert "warning: tools are refused: the chat template does not read them; " in line
+    assert "--tool-call-parser changes nothing" in line
     port = re.search(r"API on 127.0.0.1:(\d+)", ready_line(process))
     assert port is not None
     with socket.create_connection(("127.0.0.1", int(port[1])), limit(60)) as idle:
@@ -274,14 +280,6 @@ def test_an_idle_connection_ends_after_the_flag_s_seconds(serve: Serve) -> None:
         assert b"200 OK" in idle.recv(1 << 16)
         while idle.recv(1 << 16):
             pass  # the end, which the default would bring after ten minutes
-
-
-@pytest.mark.process
-def test_a_warning_names_the_flag_that_it_is_of(serve: Serve) -> None:
-    process = serve("--port", 0, "--internal-port", 0, "--tool-call-parser", "Hermes")
-    line = ready_line(process)
-    assert "warning: tools are refused: the chat template does not read them; " in line
-    assert "--tool-call-parser changes nothing" in line
 
 
 @pytest.mark.process

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from operator import eq
@@ -62,61 +63,62 @@ def three(model: Path, scratch: Path, **options: object) -> Server:
     return Server(model, scratch, http_processes=PROCESSES, **options)  # type: ignore[arg-type]
 
 
-def test_all_of_them_serve_and_add_up(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", name="server")
+def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Of the tests that leave it as they found it, but for what it has counted."""
+    with serving(three(tiny_model, tmp_path_factory.mktemp("three"))) as made:
+        yield made
+
+
+def test_all_of_them_serve_and_add_up(server: Server, tiny_model: Path) -> None:
     # Batches differ, so its answer is one that no rounding changes.
     prompt = next(firm(tiny_model, ("hello" + "!" * n for n in range(9)), greedy(24)))
-    with serving(three(tiny_model, tmp_path)) as server:
-        pids = [pid for name, pid in server.children().items() if name.startswith("http")]
-        assert len(pids) == PROCESSES
-        before = [sockets(pid) for pid in pids]
-        clients = [httpx.Client(timeout=limit(5)) for _ in range(48)]
-        for client in clients:
-            client.get(f"{server.url}/v1/models")
-        shares = [sockets(pid) - count for pid, count in zip(pids, before, strict=True)]
-        assert sum(shares) == 48 and min(shares) >= 3, shares
-        for client in clients:
-            client.close()
-        with ThreadPoolExecutor(STREAMS) as pool:
-            answers = list(pool.map(lambda _: stream(server, prompt), range(STREAMS)))
-        documents = [[json.loads(event) for event in events[:-1]] for events in answers]
-        assert all(events[-1] == "[DONE]" for events in answers)
-        assert all(d[-1]["usage"]["completion_tokens"] == 24 for d in documents)
-        assert len({d[0]["id"] for d in documents}) == STREAMS
-        texts = {"".join(c["text"] for e in d for c in e["choices"]) for d in documents}
-        assert len(texts) == 1, "greedy, so that tokens of another sequence would show"
-        server.ended(lambda ends: ends.get("finished") == STREAMS)
-        server.rests()
-        assert metric(server, "kvline_e2e_request_latency_seconds_count") == STREAMS
-        assert metric(server, "kvline_inter_token_latency_seconds_count") == STREAMS * 23
+    pids = [pid for name, pid in server.children().items() if name.startswith("http")]
+    assert len(pids) == PROCESSES
+    before = [sockets(pid) for pid in pids]
+    clients = [httpx.Client(timeout=limit(5)) for _ in range(48)]
+    for client in clients:
+        client.get(f"{server.url}/v1/models")
+    shares = [sockets(pid) - count for pid, count in zip(pids, before, strict=True)]
+    assert sum(shares) == 48 and min(shares) >= 3, shares
+    for client in clients:
+        client.close()
+    with ThreadPoolExecutor(STREAMS) as pool:
+        answers = list(pool.map(lambda _: stream(server, prompt), range(STREAMS)))
+    documents = [[json.loads(event) for event in events[:-1]] for events in answers]
+    assert all(events[-1] == "[DONE]" for events in answers)
+    assert all(d[-1]["usage"]["completion_tokens"] == 24 for d in documents)
+    assert len({d[0]["id"] for d in documents}) == STREAMS
+    texts = {"".join(c["text"] for e in d for c in e["choices"]) for d in documents}
+    assert len(texts) == 1, "greedy, so that tokens of another sequence would show"
+    server.ended(lambda ends: ends.get("finished") == STREAMS)
+    server.rests()
+    assert metric(server, "kvline_e2e_request_latency_seconds_count") == STREAMS
+    assert metric(server, "kvline_inter_token_latency_seconds_count") == STREAMS * 23
 
 
-def test_the_pod_admits_exactly_as_much_as_one_process_would(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_pod_admits_exactly_as_much_as_one_process_would(server: Server) -> None:
     """128 sequences at once: of twelve requests for sixteen, over as many connections, eight."""
-    with serving(three(tiny_model, tmp_path)) as server:
-        engine = server.children()["engine"]
-        body = {**BODY, "prompt": ["hello"] * 16}
+    engine = server.children()["engine"]
+    body = {**BODY, "prompt": ["hello"] * 16}
 
-        def ask(_: int) -> int:
-            return httpx.post(
-                f"{server.url}/v1/completions", json=body, timeout=limit(90)
-            ).status_code
+    def ask(_: int) -> int:
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(90)).status_code
 
-        for times in (1, 2):  # what was held first is free the second time
-            os.kill(engine, signal.SIGSTOP)  # no request ends before all have been sent
-            with ThreadPoolExecutor(12) as pool:
-                answers = [pool.submit(ask, i) for i in range(12)]
-                wait_for(partial(done, answers, 4))
-                time.sleep(limit(0.5))  # an answer too many would have come
-                assert done(answers, 4)
-                os.kill(engine, signal.SIGCONT)
-                seen = Counter(answer.result() for answer in answers)
-            assert seen == {200: 8, 429: 4}
-            server.counts(partial(rejected, server), partial(eq, times * 64))
-            server.rests()
-        load = server.probe("/load")[1]
-        assert load["refusedLast60s"] == 128
+    for times in (1, 2):  # what was held first is free the second time
+        os.kill(engine, signal.SIGSTOP)  # no request ends before all have been sent
+        with ThreadPoolExecutor(12) as pool:
+            answers = [pool.submit(ask, i) for i in range(12)]
+            wait_for(partial(done, answers, 4))
+            time.sleep(limit(0.5))  # an answer too many would have come
+            assert done(answers, 4)
+            os.kill(engine, signal.SIGCONT)
+            seen = Counter(answer.result() for answer in answers)
+        assert seen == {200: 8, 429: 4}
+        server.counts(partial(rejected, server), partial(eq, times * 64))
+        server.rests()
+    load = server.probe("/load")[1]
+    assert load["refusedLast60s"] == 128
 
 
 def test_a_drain_lets_the_streams_of_all_processes_end(tiny_model: Path, tmp_path: Path) -> None:
@@ -136,8 +138,15 @@ def test_a_drain_lets_the_streams_of_all_processes_end(tiny_model: Path, tmp_pat
         assert f"{STREAMS} requests finished, 0 cut off" in server.output()
 
 
-def test_the_death_of_one_ends_the_pod_with_its_code(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(three(tiny_model, tmp_path)) as server:
+def test_a_stalled_one_takes_the_pod_out_of_the_endpoints_and_a_dead_one_ends_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(three(tiny_model, tmp_path, limits={"liveness": 8.0})) as server:
+        os.kill(server.children()["http2"], signal.SIGSTOP)
+        server.wait("/readyz", 503, 20)
+        assert server.probe("/readyz")[1]["reason"] == "HttpStalled"
+        os.kill(server.children()["http2"], signal.SIGCONT)
+        server.wait("/readyz", 200, 20)
         os.kill(server.children()["engine"], signal.SIGSTOP)
         before = server.sockets()
         with ThreadPoolExecutor(STREAMS) as pool:
@@ -152,15 +161,6 @@ def test_the_death_of_one_ends_the_pod_with_its_code(tiny_model: Path, tmp_path:
         assert of_others and all("server_error" in event for event in of_others)
         assert "the HTTP process ended with signal 9" in server.termination()["message"]
         assert server.children() == {}
-
-
-def test_a_stalled_one_takes_the_pod_out_of_the_endpoints(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(three(tiny_model, tmp_path, limits={"liveness": 4.0})) as server:
-        os.kill(server.children()["http2"], signal.SIGSTOP)
-        server.wait("/readyz", 503, 20)
-        assert server.probe("/readyz")[1]["reason"] == "HttpStalled"
-        os.kill(server.children()["http2"], signal.SIGCONT)
-        server.wait("/readyz", 200, 20)
 
 
 def test_all_of_them_read_a_rotated_key(tiny_model: Path, tmp_path: Path) -> None:

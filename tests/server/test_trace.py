@@ -21,16 +21,28 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"model": "tiny", "prompt": [5, 6, 7, 8, 9], "max_tokens": 8, "ignore_eos": True}
 
 
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with collecting() as made:
-        yield made
+@pytest.fixture(scope="module")
+def pair(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Collector]]:
+    scratch = tmp_path_factory.mktemp("traced")
+    with (
+        collecting() as collector,
+        serving(Server(tiny_model, scratch, faults=collector.environment)) as server,
+    ):
+        yield server, collector
 
 
 @pytest.fixture
-def traced(tiny_model: Path, tmp_path: Path, collector: Collector) -> Iterator[Server]:
-    with serving(Server(tiny_model, tmp_path / "run", faults=collector.environment)) as made:
-        yield made
+def traced(pair: tuple[Server, Collector]) -> Server:
+    return pair[0]
+
+
+@pytest.fixture
+def collector(pair: tuple[Server, Collector]) -> Collector:
+    """Without the spans of other tests, of which each has waited for all of its own."""
+    pair[1].spans.clear()
+    return pair[1]
 
 
 def spans(collector: Collector, count: int) -> list[Any]:

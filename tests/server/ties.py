@@ -27,13 +27,27 @@ def may_come(
 ) -> bool:
     """Whether a draw from a row of logits that gives `instead` gives `token` where no logit moves
     by more than the tolerance: as the better of the two, or at the edge of a filter."""
-    rows = logits.float().repeat(3, 1)
-    rows[0] -= tolerance
-    rows[1, logits > logits[token]] -= tolerance
-    rows[2, logits > logits[instead]] += tolerance
-    rows[2, instead] -= tolerance
-    rows[:, token] = logits[token] + tolerance
-    return token in TorchSampling().choose(rows, draw.at(np.zeros(3, np.int64))).tolist()
+    others = torch.tensor([token], device=logits.device)
+    return any_may_come(logits, draw, others, instead, tolerance)
+
+
+def any_may_come(
+    logits: torch.Tensor,
+    draw: SamplingMetadata,
+    others: torch.Tensor,
+    instead: int,
+    tolerance: float = TOLERANCE,
+) -> bool:
+    """The same of several tokens, int64 [n], in one draw."""
+    count = len(others)
+    rows = logits.float().repeat(count, 3, 1)
+    rows[:, 0] -= tolerance
+    rows[:, 1] -= tolerance * (logits > logits[others].unsqueeze(1))
+    rows[:, 2, logits > logits[instead]] += tolerance
+    rows[:, 2, instead] -= tolerance
+    rows[torch.arange(count), :, others] = (logits[others] + tolerance).unsqueeze(1).float()
+    drawn = TorchSampling().choose(rows.flatten(0, 1), draw.at(np.zeros(3 * count, np.int64)))
+    return bool((drawn.view(count, 3) == others.unsqueeze(1)).any())
 
 
 def same_draws(
@@ -85,9 +99,8 @@ def settled(
     tokens: Items[int], params: SamplingParams, logits: torch.Tensor, tolerance: float = TOLERANCE
 ) -> bool:
     """Whether no draw can give another token, so that texts may be compared exactly."""
+    every = torch.arange(logits.shape[-1])
     return not any(
-        may_come(row, draw_of(params, at), other, token, tolerance)
+        any_may_come(row, draw_of(params, at), every[every != token], token, tolerance)
         for at, (token, row) in enumerate(zip(tokens, logits, strict=True))
-        for other in range(len(row))
-        if other != token
     )

@@ -103,9 +103,13 @@ def check_valid(
 
 
 def validate(value: object, schema: Mapping[str, Any]) -> None:
+    validator(json.dumps(schema)).validate(value)
+
+
+@cache
+def validator(schema: str) -> Any:
     """By the first draft in which it is a schema: llguidance keeps what older ones have."""
     for draft in DRAFTS:
-        if draft(draft.META_SCHEMA).is_valid(schema):
-            draft(schema, format_checker=FORMATS).validate(value)
-            return
+        if draft(draft.META_SCHEMA).is_valid(json.loads(schema)):
+            return draft(json.loads(schema), format_checker=FORMATS)
     raise AssertionError(f"accepted, and a schema of no draft: {schema}")

@@ -31,6 +31,13 @@ KERNELS = tuple(str(path) for path in (ROOT / "tests/server").glob("test_*_kerne
 OTHERS = "kernels or process or clients or integration or e2e or recipe or rehearsal or gpu"
 
 
+def marked(marker: str) -> tuple[str, ...]:
+    """Files that have it. Of a stage in few files only these are collected: to import all of them
+    takes each worker ten seconds."""
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    return tuple(str(path) for path in found if f"pytest.mark.{marker}" in path.read_text())
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     name: str
@@ -45,7 +52,7 @@ STAGES = {
         Stage("unit", ("-n", "2", "-m", f"not ({OTHERS})"), ONE_THREAD),
         # One process, beside another stage. Its tests are few, and long.
         Stage("kernels", ("-m", "kernels", *KERNELS), ONE_THREAD),
-        Stage("process", ("-n", "2", "--dist", "loadfile", "-m", "process")),
+        Stage("process", ("-n", "2", "--dist", "loadfile", "-m", "process", *marked("process"))),
         # A server for all of them.
         Stage("clients", ("-v", "-m", "clients", "tests/clients")),
         # Each worker has a cluster. Tests often wait for it, so three share two cores.
