@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fp8_checkpoints import Keeping
 from safetensors.torch import save_file
 from test_shards import MODEL as OTHER
 from waiting import limit
@@ -365,7 +366,7 @@ def test_projections_of_a_delta_rule_stay_in_fp8(by_key_head: bool) -> None:
     model = replace(OTHER, hidden=256)
     rule = hybrid.DeltaRule(4, 8, 128, 128, by_key_head=by_key_head)
     for rank, ranks in ((0, 1), (1, 2)):
-        tensors = Tensors(Fp8(), Shard(rank, ranks), keeps_fp8=True)
+        tensors = Tensors(Fp8(), Shard(rank, ranks), Keeping())
         DeltaRule(tensors, model, rule, AT)
         kept = (2 * rule.keys + 3 * rule.values) * 256
         assert tensors.counts[FP8] == kept // ranks
