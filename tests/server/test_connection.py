@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,10 +26,10 @@ Application = Callable[..., Any]
 
 @asynccontextmanager
 async def serving(
-    app: Application, limits: ClientLimits
+    app: Application, limits: ClientLimits, connections: Connections | None = None
 ) -> AsyncIterator[Callable[[], Awaitable[socket.socket]]]:
     """-> what makes a connection, and gives the client's end"""
-    connections = Connections(limits)
+    connections = connections or Connections(limits)
     config = uvicorn.Config(app, http=connections.make, log_config=None, lifespan="off")  # type: ignore[arg-type]
     config.load()
     sweep = asyncio.create_task(connections.sweep())
@@ -100,6 +102,44 @@ async def read(client: socket.socket, size: int, pause: float, wanted: int) -> i
             got += len(part)
             await asyncio.sleep(pause)
     return got
+
+
+@pytest.mark.parametrize(
+    ("app", "sent"),
+    [
+        (answers(b"x"), HEAD % 0),
+        (answers(b"x"), HEAD % 4),  # its body does not come
+        (answers(b"x"), b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"),  # refused
+        (streams(b"x", b"y"), HEAD.replace(b"1.1", b"1.0") % 0),
+        (answers(b"x"), (HEAD % 4) + b"1234" + (HEAD % 0) * 3),
+        (answers(b"x"), (HEAD % 4) + b"12" + b"3"),
+    ],
+    ids=["answered", "waits", "refused", "1.0", "several", "half"],
+)
+def test_nothing_of_a_lost_connection_waits_for_the_collector(
+    app: Application, sent: bytes
+) -> None:
+    """It visits an HTTP process's objects rarely (http/process)."""
+    limits = ClientLimits()
+    connections = Connections(limits)
+    made: list[weakref.ref[Any]] = []
+
+    async def story() -> None:
+        async with serving(app, limits, connections) as connect:
+            client = await connect()
+            made.extend(map(weakref.ref, connections.open))
+            await asyncio.get_running_loop().sock_sendall(client, sent)
+            await asyncio.sleep(0.05)
+            client.close()
+            await asyncio.sleep(0.05)
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(story())
+        assert len(made) == 1 and made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_client_that_reads_slowly_but_steadily_gets_its_whole_answer() -> None:

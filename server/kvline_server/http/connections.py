@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from typing import Any
 
 from uvicorn._types import (
@@ -127,6 +128,9 @@ class Connection(HttpToolsProtocol):
         self.lingering = True
         self.all.forget(self)
         super().connection_lost(exc)
+        # A timer, and requests that were not begun, know their connection.
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
 
     def drop(self) -> None:
         """Closes at once; its request is aborted."""
@@ -318,18 +322,24 @@ def _until_close(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3App
 
 
 class _Gentle:
-    """A transport whose `close` is its connection's `linger`."""
+    """A transport whose `close` is its connection's `linger`. It does not keep the connection: one
+    that is lost goes at once, and not when the collector next looks for cycles."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self._transport = transport
-        self._connection = connection
+        self._connection = weakref.ref(connection)
         self.write = transport.write  # for each token of each stream
 
     def close(self) -> None:
-        self._connection.linger(self._transport)
+        connection = self._connection()
+        if connection is None:
+            self._transport.close()
+        else:
+            connection.linger(self._transport)
 
     def is_closing(self) -> bool:
-        return self._connection.lingering or self._transport.is_closing()
+        connection = self._connection()
+        return connection is None or connection.lingering or self._transport.is_closing()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

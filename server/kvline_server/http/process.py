@@ -270,7 +270,8 @@ def main(argv: list[str]) -> int:
     listener = socket.socket(fileno=arguments.listen_fd)
     # Limits what the kernel buffers; else a client that reads nothing goes unnoticed for long.
     listener.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-    gc.freeze()  # what is imported stays: no later collection visits it
+    gc.collect()
+    gc.freeze()  # what is there stays: no later collection visits it
     gc.set_threshold(YOUNG_OBJECTS)
     return uvloop.run(edge.run(listener))
 
