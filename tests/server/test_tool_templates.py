@@ -154,6 +154,21 @@ def test_a_tool_needs_no_description(name: str, make_chat: Make) -> None:
     assert [list(each["function"]) for each in asked.tools][1] == ["name", "parameters"]
 
 
+def test_why_a_template_failed_first_is_what_a_client_reads(make_chat: Make) -> None:
+    """Not what its second rendering, with empty descriptions, would say."""
+    template = (
+        "{% for each in tools %}{% if each.function.description is defined %}"
+        "{{ raise_exception('an empty description') }}{% endif %}{% endfor %}"
+        "{{ raise_exception('roles must alternate') }}"
+    )
+    bare = tool("g", "")
+    del bare["function"]["description"]
+    user = [{"role": "user", "content": "x"}]
+    messages, asked = read({"model": "m", "messages": user, "tools": [bare]})
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        encode(make_chat(template), messages, asked=asked)
+
+
 FORMS = ["", "indent=2", "ensure_ascii=true", "separators=(',', ':')", "sort_keys=true"]
 AFTER = ["", " | safe", " | string", " | trim", ".replace('\\n', ' ')"]
 

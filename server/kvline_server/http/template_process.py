@@ -13,6 +13,7 @@ import json
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from kvline_server.http.rendered import FAILED, OK, packed
@@ -71,13 +72,7 @@ def _render(templates: dict[bool, ChatTemplate], job: bytes) -> bytes:
     try:
         given = json.loads(job)
         tools = given["variables"]["tools"] or []
-        template = templates[bool(tools)]
-        try:
-            text = template.render(**given)
-        except TemplateFailed:
-            if not _described(tools):
-                raise
-            text = template.render(**given)
+        text = _rendered(templates[bool(tools)], given, tools)
         return OK + packed(text, origins(text))
     except TemplateFailed as error:
         return FAILED + str(error).encode("utf-8", "replace")
@@ -85,6 +80,18 @@ def _render(templates: dict[bool, ChatTemplate], job: bytes) -> bytes:
         return FAILED + b"wrote half of a surrogate pair"
     except MemoryError:
         return FAILED + b"took more memory than it may"
+
+
+def _rendered(template: ChatTemplate, given: dict[str, Any], tools: list[dict[str, Any]]) -> str:
+    """Once more with descriptions where a tool has none; the first failure is the one that counts.
+    Raises TemplateFailed."""
+    try:
+        return template.render(**given)
+    except TemplateFailed as failed:
+        if _described(tools):
+            with suppress(TemplateFailed):
+                return template.render(**given)
+        raise failed from None
 
 
 def _described(tools: list[dict[str, Any]]) -> bool:
