@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, family: str, sharded: bool) -> Path:
-    import transformers
-
+    transformers = _transformers()
     architecture, extra = FAMILIES[family]
     torch.manual_seed(7)
     config = getattr(transformers, f"{architecture}Config")(**(SMALL | extra))
@@ -129,9 +129,17 @@ def make(folder: Path, family: str, sharded: bool) -> Path:
             if name.endswith("sinks"):  # far from 0, so that they show
                 parameter.normal_(1, 3)
     model.save_pretrained(folder, max_shard_size="40KB" if sharded else "5GB")
-    del model, parameter
-    gc.freeze()  # what this imported stays: engines collect as they measure, and visited all of it
     return folder
+
+
+@functools.cache
+def _transformers() -> Any:
+    """What it imports stays: engines collect garbage as they measure, and would visit all of it."""
+    import transformers
+
+    gc.collect()
+    gc.freeze()
+    return transformers
 
 
 def reference(folder: Path) -> torch.nn.Module:

@@ -315,9 +315,10 @@ def test_published_sizes_are_read() -> None:
     assert (qwen.keys, qwen.values, qwen.gate) == (2048, 6144, "silu")
     later = fields({"output_gate_type": "sigmoid", "mamba_ssm_dtype": "float32"})
     assert hybrid.delta_rule(later, False).gate == "sigmoid"
-    raw = json.loads('{"time_step_limit": [0.0, Infinity], "n_groups": 8, "expand": 2}')
-    nemotron = hybrid.nemotron(fields(raw))
-    assert (nemotron.inner, nemotron.groups, nemotron.state_dim) == (8192, 8, 128)
+    for infinity in ("Infinity", '{"__float__": "Infinity"}'):  # published, saved by transformers
+        raw = json.loads(f'{{"time_step_limit": [0.0, {infinity}], "n_groups": 8, "expand": 2}}')
+        nemotron = hybrid.nemotron(fields(raw))
+        assert (nemotron.inner, nemotron.groups, nemotron.state_dim) == (8192, 8, 128)
     raw = {"hidden_size": 4096, "mamba_d_head": "auto", "mamba_d_state": 128}
     granite = hybrid.granite(fields(raw))
     assert (granite.heads, granite.head_dim, granite.groups) == (128, 64, 1)

@@ -306,8 +306,7 @@ def test_a_state_may_be_in_bfloat16(model: Model) -> None:
 
 def test_a_state_in_bfloat16_never_forgets_what_decays_slowly(model: Model) -> None:
     """Rows of zeros change nothing but by the decay. One nearer to 1 than half the distance of two
-    numbers, 2^-9, is rounded away, row by row: sums then grow without end (2.5 times what they
-    should be behind 8,192 rows of a scan). float32 keeps it."""
+    numbers, 2^-9, is rounded away, row by row: sums then grow without end. float32 keeps it."""
     rows, slow = 300, torch.full((6,), 0.001).log()
     weight = Convolution(model.layer.convolution.weight)  # a bias would add to the state
     layer = replace(model.layer, convolution=weight, decay=Decay(slow, torch.full((6,), 0.5413)))

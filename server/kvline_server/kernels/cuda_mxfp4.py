@@ -28,7 +28,7 @@ SHIFT = 126
 LARGEST = 2 * BIAS - SHIFT  # of a scale, as published: 2^1
 
 
-TILES = (  # rows are the most of a program, which takes fewer columns where it has fewer
+TILES = (  # rows are the most pairs of a program; with fewer its GEMM is as narrow as they need
     Tile(8, 32, UNIT, 4, 6),
     Tile(8, 64, UNIT, 4, 4),
     Tile(16, 64, UNIT, 4, 4),
@@ -40,7 +40,7 @@ TILES = (  # rows are the most of a program, which takes fewer columns where it 
 
 
 def packed(weight: Mxfp4Weight) -> PackedMxfp4:
-    """Of scales of up to LARGEST."""
+    """A whole weight, as tests and benchmarks have one. Of scales of up to LARGEST."""
     rows, inputs = weight.shape
     made = packing(rows, inputs, weight.values.device)
     pack(weight, made, 0)

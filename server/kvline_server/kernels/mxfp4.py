@@ -49,7 +49,7 @@ class Mxfp4Weight:
 
 @dataclass(frozen=True, slots=True)
 class PackedMxfp4:
-    """[out, in], as our kernel reads it (cuda_mxfp4.packed)."""
+    """[out, in], as our kernel reads it (cuda_mxfp4.pack)."""
 
     values: torch.Tensor  # int16 [out / 32, units, 32 rows, 32]
     scales: torch.Tensor  # int32 [out / 32, units, 32 rows], four exponents each

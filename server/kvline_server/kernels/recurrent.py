@@ -30,7 +30,7 @@ class Snapshots:
     """Copies of states that a step makes in passing, for prefixes that may come again."""
 
     sequences: NDArray[np.int64]  # [snapshots], whose, as indices in Sequences
-    rows: NDArray[np.int64]  # of the sequence in this step, behind which; multiples of CHUNK
+    rows: NDArray[np.int64]  # of the sequence in this step, behind which; CHUNK or a multiple of it
     slots: NDArray[np.int64]  # to be written
 
 

@@ -134,7 +134,8 @@ class TorchRecurrent(Recurrent):
         counts = np.diff(starts)
         none = np.zeros(0, np.int64)
         kept = sequences.snapshots or Snapshots(none, none, none)
-        assert not (kept.rows % CHUNK).any() and (kept.rows <= counts[kept.sequences]).all()
+        assert not (kept.rows % CHUNK).any() and (kept.rows > 0).all()
+        assert (kept.rows <= counts[kept.sequences]).all()
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
         return Plan(
             rows=int(starts[-1]),

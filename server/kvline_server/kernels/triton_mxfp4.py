@@ -1,6 +1,6 @@
 """Triton kernel of experts whose weights stay in MXFP4; kernels/cubins.py compiles and launches it.
 
-A weight is read in units of 128 numbers of a row, packed (cuda_mxfp4.packed) so that a word of 16
+A weight is read in units of 128 numbers of a row, packed (cuda_mxfp4.pack) so that a word of 16
 bits has a number of each of a unit's four scales: what becomes of the words are four parts of a
 bfloat16 row, in registers, which tensor cores read from there. Reference: Mxfp4Weight.dequantised.
 """

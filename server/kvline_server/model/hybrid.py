@@ -175,7 +175,8 @@ def _grouped(fields: Fields, made: Mamba2, key: str) -> Mamba2:
 
 
 def _unbounded(fields: Fields) -> None:
-    """time_step_limit clamps in some implementations of prompts, and in none of decoding."""
+    """time_step_limit clamps in some implementations of prompts, and in none of decoding.
+    transformers 5 writes infinity as an object."""
     limit = fields.value("time_step_limit", [0.0, math.inf])
-    if limit != [0.0, math.inf]:
+    if limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         raise fields.unsupported("time_step_limit", ", from 0 to infinity is")

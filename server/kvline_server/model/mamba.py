@@ -99,7 +99,7 @@ class Mamba:
     ) -> Operand:
         """From the scan to the residual, with the norm of what follows. `made` is what run gave."""
         if self.across:
-            gated = made.float().mul_(silu(projected.gate.float()))
+            gated = made.float() * silu(projected.gate.float())
             norm_across(kernels, [(gated, self.norm)])
             gated = gated.to(made.dtype)
         else:
