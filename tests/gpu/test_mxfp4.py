@@ -144,7 +144,7 @@ def test_packing_in_parts_takes_little_memory_and_is_that_of_a_cpu() -> None:
     torch.cuda.reset_peak_memory_stats()
     for at in range(0, rows, step):
         some = weight(min(step, rows - at), inputs)
-        cuda_mxfp4.pack(some, into, at)
+        cuda_mxfp4.pack(into, some, at)
     assert torch.cuda.max_memory_allocated() - before < 256 << 20
     last = packed(Mxfp4Weight(some.values.cpu(), some.scales.cpu()))
     assert torch.equal(into.values[-len(last.values) :].cpu(), last.values)

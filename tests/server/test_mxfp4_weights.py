@@ -21,7 +21,7 @@ from kvline_contract import memory
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels import cuda_mxfp4, mxfp4
 from kvline_server.kernels.experts import ExpertWeight, Given
-from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
+from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4, Packing
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_experts import TorchExperts
 from kvline_server.model import shard
@@ -90,12 +90,14 @@ def test_both_forms_of_one_model_answer_alike(both: tuple[Path, Path]) -> None:
 class PackingExperts(TorchExperts):
     """A GPU's layout."""
 
-    def packing(self, rows: int, inputs: int, device: torch.device) -> PackedMxfp4:
-        return cuda_mxfp4.packing(rows, inputs, device)
+    def packing(self, rows: int, inputs: int, device: torch.device) -> Packing:
+        made = cuda_mxfp4.packing(rows, inputs, device)
 
-    def pack(self, some: Mxfp4Weight, into: PackedMxfp4, at: int) -> None:
-        assert some.nbytes <= 2 * PACKED_BYTES, "more than a part of both layouts at once"
-        cuda_mxfp4.pack(some, into, at)
+        def put(some: Mxfp4Weight, at: int) -> None:
+            assert some.nbytes <= 2 * PACKED_BYTES, "more than a part of both layouts at once"
+            cuda_mxfp4.pack(made, some, at)
+
+        return Packing(made, put)
 
 
 PACKED_BYTES = 3000

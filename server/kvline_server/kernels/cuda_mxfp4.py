@@ -43,7 +43,7 @@ def packed(weight: Mxfp4Weight) -> PackedMxfp4:
     """A whole weight, as tests and benchmarks have one. Of scales of up to LARGEST."""
     rows, inputs = weight.shape
     made = packing(rows, inputs, weight.values.device)
-    pack(weight, made, 0)
+    pack(made, weight, 0)
     return made
 
 
@@ -55,8 +55,8 @@ def packing(rows: int, inputs: int, device: torch.device) -> PackedMxfp4:
     return PackedMxfp4(values, scales, torch.Size((rows, inputs)))
 
 
-def pack(some: Mxfp4Weight, into: PackedMxfp4, at: int) -> None:
-    """Rows of it, from `at` on; both are whole groups. Scales are up to LARGEST."""
+def pack(into: PackedMxfp4, some: Mxfp4Weight, at: int) -> None:
+    """As Packing.put. Scales are up to LARGEST."""
     for start in range(0, len(some), PACKED_ROWS):
         values, scales = _packed(some[start : start + PACKED_ROWS])
         first = (at + start) // GROUP

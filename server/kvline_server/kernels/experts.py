@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvline_server.kernels.mxfp4 import NAN, Mxfp4Weight, PackedMxfp4
+from kvline_server.kernels.mxfp4 import NAN, Mxfp4Weight, PackedMxfp4, Packing
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 
@@ -64,15 +64,10 @@ class Experts(ABC):
     largest_scale: int = NAN - 1  # of a Mxfp4Weight, as published
     dequantises: bool = False  # a Mxfp4Weight, in every step
 
-    def packing(self, rows: int, inputs: int, device: torch.device) -> PackedMxfp4 | None:
-        """Room for a weight of all experts of a layer in the layout that is fastest, which `pack`
-        fills; on PyTorch's device meta it has sizes alone. None where the weight stays as it is
-        read."""
+    def packing(self, rows: int, inputs: int, device: torch.device) -> Packing | None:
+        """Of a weight of all experts of a layer, in the layout that is fastest; on PyTorch's device
+        meta it has sizes alone. None where the weight stays as it is read."""
         return None
-
-    def pack(self, some: Mxfp4Weight, into: PackedMxfp4, at: int) -> None:
-        """Rows of the weight, which are those from `at` on; both are multiples of 32."""
-        raise NotImplementedError  # where there is no `packing`
 
     @abstractmethod
     def run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvline_server.kernels import cuda_mxfp4
@@ -10,7 +12,7 @@ from kvline_server.kernels.cuda_mxfp4 import LARGEST, Mxfp4Gemms
 from kvline_server.kernels.experts import Experts, Given, Layer, Routing
 from kvline_server.kernels.formats import replay_time
 from kvline_server.kernels.group import Group
-from kvline_server.kernels.mxfp4 import Mxfp4Weight, PackedMxfp4
+from kvline_server.kernels.mxfp4 import PackedMxfp4, Packing
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
 
@@ -24,11 +26,9 @@ class GpuExperts(Experts):
         self._plain = ExpertGemms(choices, rows.activate_and_mul)
         self._mxfp4 = Mxfp4Gemms(choices, rows.activate_and_mul)
 
-    def packing(self, rows: int, inputs: int, device: torch.device) -> PackedMxfp4:
-        return cuda_mxfp4.packing(rows, inputs, device)
-
-    def pack(self, some: Mxfp4Weight, into: PackedMxfp4, at: int) -> None:
-        cuda_mxfp4.pack(some, into, at)
+    def packing(self, rows: int, inputs: int, device: torch.device) -> Packing:
+        made = cuda_mxfp4.packing(rows, inputs, device)
+        return Packing(made, partial(cuda_mxfp4.pack, made))
 
     def run(
         self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given

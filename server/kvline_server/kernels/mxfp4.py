@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,15 @@ class PackedMxfp4:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Room for a weight in the kernels' layout, which is filled part by part."""
+
+    made: PackedMxfp4
+    # Rows of the weight, which are those from a row on; both are multiples of 32.
+    put: Callable[[Mxfp4Weight, int], None]
 
 
 @functools.cache

@@ -149,8 +149,8 @@ class Tensors:
     ) -> Mxfp4Weight | PackedMxfp4:
         """A weight of all experts of a layer in MXFP4, of parts that are all of as many rows, each
         with its scales; of the `own` of all inputs if given. In the layout of the kernels."""
-        made, packed = self._mxfp4(values, scales, inputs, own), self._packing(values, inputs, own)
-        return made if packed is None else packed
+        made, room = self._mxfp4(values, scales, inputs, own), self._packing(values, inputs, own)
+        return made if room is None else room.made
 
     def _mxfp4(
         self, values: Sequence[Rows], scales: Sequence[Rows], inputs: int, own: range | None
@@ -162,13 +162,13 @@ class Tensors:
 
     def _packing(
         self, values: Sequence[Rows], inputs: int, own: range | None
-    ) -> PackedMxfp4 | None:
+    ) -> mxfp4.Packing | None:
         """Room for it where kernels have a layout of their own; counts what that adds."""
         rows, taken = sum(len(p.rows) for p in values), inputs if own is None else len(own)
-        made = None if self._experts is None else self._experts.packing(rows, taken, self.device)
-        if made is not None:
-            self.padding += made.nbytes - rows * (taken // 2 + taken // mxfp4.BLOCK)
-        return made
+        room = None if self._experts is None else self._experts.packing(rows, taken, self.device)
+        if room is not None:
+            self.padding += room.made.nbytes - rows * (taken // 2 + taken // mxfp4.BLOCK)
+        return room
 
 
 def _cut(own: range | None, size: int) -> range | None:

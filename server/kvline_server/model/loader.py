@@ -268,17 +268,17 @@ class Loading(Tensors):
         self, values: Sequence[Rows], scales: Sequence[Rows], inputs: int, own: range | None = None
     ) -> Mxfp4Weight | PackedMxfp4:
         """What is packed is read in parts: never is a whole layer there in both layouts."""
-        into = self._packing(values, inputs, own)
-        if into is None:
+        room = self._packing(values, inputs, own)
+        if room is None:
             return self._valid(self._mxfp4(values, scales, inputs, own), scales[0].name)
         step = max(1, PACKED_BYTES // (len(values[0].rows) * inputs // 2))
         at = 0
         for start in range(0, len(values), step):
             cut = slice(start, start + step)
             some = self._mxfp4(values[cut], scales[cut], inputs, own)
-            self.kernels.experts.pack(self._valid(some, scales[0].name), into, at)
+            room.put(self._valid(some, scales[0].name), at)
             at += len(some)
-        return into
+        return room.made
 
     def _valid(self, weight: Mxfp4Weight, scales: str) -> Mxfp4Weight:
         """Raises ModelInvalid or ModelUnsupported for scales that the kernels do not take."""
