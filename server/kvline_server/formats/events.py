@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -33,8 +35,13 @@ class CallEnd(msgspec.Struct, frozen=True, gc=False):
 Event = Text | Reasoning | CallStart | CallArguments | CallEnd
 
 
-def joined(one: Event, other: Event) -> Event | None:
-    """What follows each other as one, where it is of one kind, and of one call."""
+def added(events: Sequence[Event], event: Event) -> list[Event]:
+    """With one more at the end, which is one with the last where both are of one kind and call."""
+    both = _joined(events[-1], event) if events else None
+    return [*events, event] if both is None else [*events[:-1], both]
+
+
+def _joined(one: Event, other: Event) -> Event | None:
     if isinstance(one, Text):
         return Text(one.text + other.text) if isinstance(other, Text) else None
     if isinstance(one, Reasoning):

@@ -13,7 +13,7 @@ from kvline_server.formats.events import (
     Event,
     Reasoning,
     Text,
-    joined,
+    added,
 )
 
 BLANKS = " \t\r\n"
@@ -113,12 +113,8 @@ class Output:
             self._add(Text(self._content.flush()))
 
     def _add(self, event: Text | Reasoning | CallArguments) -> None:
-        if not event.text:
-            return
-        if self._events and (both := joined(self._events[-1], event)) is not None:
-            self._events[-1] = both
-        else:
-            self._events.append(event)
+        if event.text:
+            self._events = added(self._events, event)
 
     def take(self) -> list[Event]:
         out, self._events = self._events, []

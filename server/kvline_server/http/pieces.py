@@ -15,7 +15,7 @@ from kvline_server.formats.events import (
     Event,
     Reasoning,
     Text,
-    joined,
+    added,
 )
 from kvline_server.formats.lexer import NO_TOKEN
 from kvline_server.http.reading import Reading
@@ -50,10 +50,8 @@ class Piece:
             self.text += event.text
         elif self.text and not self.events:
             self.events = [Text(self.text)]
-        if self.events and (both := joined(self.events[-1], event)) is not None:
-            self.events = [*self.events[:-1], both]
-        elif self.events or not isinstance(event, Text):
-            self.events = [*self.events, event]
+        if self.events or not isinstance(event, Text):
+            self.events = added(self.events, event)
 
     def written(self) -> Sequence[Event]:
         return self.events or ([Text(self.text)] if self.text else [])
