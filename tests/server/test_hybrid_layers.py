@@ -296,6 +296,7 @@ def test_a_tensor_of_another_shape_is_named(family: Family, tmp_path: Path) -> N
     [
         ("delta_rule", {"linear_num_value_heads": 33}, "a multiple of the 16 key heads"),
         ("delta_rule", {"output_gate_type": "tanh"}, "output_gate_type 'tanh'"),
+        ("delta_rule", {"output_gate_type": [1]}, "output_gate_type"),
         ("delta_rule", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
         ("nemotron", {"n_groups": 7}, "n_groups: expected a divisor of the 128 heads"),
         ("nemotron", {"time_step_limit": [0.1, 1.0]}, "from 0 to infinity"),

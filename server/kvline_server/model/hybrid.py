@@ -103,10 +103,9 @@ def delta_rule(fields: Fields, by_key_head: bool) -> DeltaRule:
     values = fields.integer("linear_num_value_heads", 32)
     if values % keys:
         raise fields.invalid("linear_num_value_heads", f"a multiple of the {keys} key heads")
-    gates = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
     gate = fields.value("output_gate_type", "swish")
-    if gate not in gates:
-        raise fields.unsupported("output_gate_type", f"; {', '.join(gates)} are")
+    if gate not in ("swish", "silu", "sigmoid"):  # the first two are one
+        raise fields.unsupported("output_gate_type", "; swish, silu, sigmoid are")
     fields.only("hidden_act", "silu", "silu")  # of the convolution
     fields.only("mamba_ssm_dtype", FLOAT32, FLOAT32)
     return DeltaRule(
@@ -115,7 +114,7 @@ def delta_rule(fields: Fields, by_key_head: bool) -> DeltaRule:
         key_dim=fields.integer("linear_key_head_dim", 128),
         value_dim=fields.integer("linear_value_head_dim", 128),
         width=fields.integer("linear_conv_kernel_dim", 4),
-        gate="sigmoid" if gates[gate] == "sigmoid" else "silu",
+        gate="sigmoid" if gate == "sigmoid" else "silu",
         by_key_head=by_key_head,
     )
 
