@@ -141,7 +141,7 @@ def test_a_drain_lets_the_streams_of_all_processes_end(tiny_model: Path, tmp_pat
 def test_a_stalled_one_takes_the_pod_out_of_the_endpoints_and_a_dead_one_ends_it(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    with serving(three(tiny_model, tmp_path, limits={"liveness": 8.0})) as server:
+    with serving(three(tiny_model, tmp_path, limits={"liveness": 4.0})) as server:
         os.kill(server.children()["http2"], signal.SIGSTOP)
         server.wait("/readyz", 503, 20)
         assert server.probe("/readyz")[1]["reason"] == "HttpStalled"
