@@ -47,7 +47,7 @@ class GroupLayout:
 class Snapshots:
     """Copies of states that a step makes in passing, for prefixes that may come again."""
 
-    sequences: NDArray[np.int64]  # [snapshots], whose, as indices in Sequences
+    sequences: NDArray[np.int64]  # [snapshots], whose, as indices in the layout
     rows: NDArray[np.int64]  # of the sequence in this step, behind which; CHUNK or a multiple of it
     slots: NDArray[np.int64]  # to be written
 
@@ -69,7 +69,7 @@ class Layout:
     row_starts: NDArray[np.int32]  # [sequences + 1]
     positions: NDArray[np.int32]  # [rows]
     groups: tuple[GroupLayout, ...]
-    states: StateLayout | None = None  # of models with recurrent layers
+    states: StateLayout | None = None  # of a model with recurrent layers
 
     @property
     def sequences(self) -> int:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvline_server.kernels.layout import Snapshots
+from kvline_server.kernels.layout import Snapshots as Snapshots
 from kvline_server.kernels.projection import Norm
+from kvline_server.memory.state_shape import States as States
 
 # Rows of which a prompt's states are computed at once. A prompt whose chunk of a step begins at a
 # multiple of it is computed as if it had been whole: to the bit where sums have the same order.
@@ -49,17 +50,6 @@ class SlotTables:
     sources: np.ndarray  # int64 [sequences]
     device_slots: torch.Tensor
     device_sources: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """A layer's pool of slots; updated in place."""
-
-    inputs: torch.Tensor  # [slots, width - 1, channels], of the convolution, the newest last
-    # Of a delta rule [slots, value heads, key dim, value dim], of a scan [slots, heads, head dim,
-    # state dim]. In bfloat16 it is rounded once a step and chunk, and computed in float32: a decay
-    # above 1 - 2^-9 a step is rounded away.
-    matrices: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

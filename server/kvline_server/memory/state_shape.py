@@ -1,4 +1,4 @@
-"""What recurrent layers keep of each sequence, beside the KV cache of the others."""
+"""What a recurrent layer keeps of a sequence, whatever its length."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ class StateShape:
     matrices: tuple[int, int, int]  # of the state dtype
 
     def nbytes(self, inputs: torch.dtype, matrices: torch.dtype) -> int:
-        """With its inputs and its matrices in these."""
-        kept = math.prod(self.inputs) * inputs.itemsize
-        return kept + math.prod(self.matrices) * matrices.itemsize
+        return (
+            math.prod(self.inputs) * inputs.itemsize + math.prod(self.matrices) * matrices.itemsize
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """A layer's pool of slots; updated in place."""
+
+    inputs: torch.Tensor  # [slots, width - 1, channels], of the convolution, the newest last
+    # Of a delta rule [slots, value heads, key dim, value dim], of a scan [slots, heads, head dim,
+    # state dim]. In bfloat16 it is rounded once a step and chunk, and computed in float32: a decay
+    # above 1 - 2^-9 a step is rounded away.
+    matrices: torch.Tensor
