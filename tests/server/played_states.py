@@ -1,5 +1,5 @@
 """The scheduler over a hybrid's caches, pages and slots of states, and a device whose slots hold
-the tokens that a state stands for: how the calls of memory/states are made, in their order."""
+the tokens that a state stands for."""
 
 from __future__ import annotations
 
@@ -8,88 +8,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import NO_DRAFTS, Scheduler, Work
-from kvline_server.memory.caches import Caches, PageTable
-from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.memory.states import BOUNDARY, DUMMY_SLOT, StatePool, StateStep, StateTable
+from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.memory.caches import Caches
+from kvline_server.memory.states import BOUNDARY, DUMMY_SLOT, StatePool, StateStep
+from kvline_server.sizing.settings import least_rows
 
 State = tuple[int, int]  # tokens, and a hash of them
 NAN: State = (-1, -1)
 LOST: State = (-2, -2)  # of a slot that is free
 ZERO: State = (0, 0)
-
-
-class HybridCaches(Caches):
-    def __init__(self, pages: int, states: StatePool) -> None:
-        super().__init__((0,), (pages,), 64)
-        self.states = states
-        self.matched = 0  # pages that were found for who was asked for last
-
-    def match(self, hashes: list[bytes]) -> PageTable:
-        self.matched = self._reach(hashes)
-        return super().match(hashes[: self.states.reach(hashes[: self.matched])])
-
-
-class HybridScheduler(Scheduler):
-    caches: HybridCaches
-
-    def __init__(self, caches: HybridCaches, max_running: int, max_step_tokens: int) -> None:
-        super().__init__(caches, max_running, max_step_tokens)
-        self.states = caches.states
-        self.tables: dict[Sequence, StateTable] = {}
-        self.steps: list[StateStep] = []  # of the work that was scheduled last
-
-    def schedule(self) -> list[Work]:
-        work = super().schedule()
-        self.steps = []
-        for sequence, start, rows, _, _ in work:
-            if not start % BOUNDARY:
-                sequence.extend_chain(len(sequence.tokens))
-            planned = self.states.plan(self.tables[sequence], start, rows, sequence.chain)
-            self.steps.append(planned)
-        return work
-
-    def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
-        taken = super()._admit(sequence, budget, work)
-        if sequence in self.running:
-            keys, reach = sequence.chain, sequence.computed // PAGE_SIZE
-            tokens = len(sequence.tokens)
-            self.tables[sequence] = self.states.admit(keys, self.caches.matched, reach, tokens)
-        return taken
-
-    def _continue(
-        self, sequence: Sequence, count: int, work: list[Work], drafts: object = NO_DRAFTS
-    ) -> int:
-        """A prompt's chunk that is not its last ends at a boundary, where it reaches one."""
-        end = sequence.computed + count
-        if count < sequence.uncomputed and end // BOUNDARY * BOUNDARY > sequence.computed:
-            count -= end % BOUNDARY
-        return super()._continue(sequence, count, work)
-
-    def advance(self, work: list[Work]) -> None:
-        super().advance(work)
-        self.states.publish()
-
-    def confirm(self, sequence: Sequence, tokens: int) -> None:
-        super().confirm(sequence, tokens)
-        if tokens <= sequence.computed:
-            self.states.confirm(self.tables[sequence], tokens)
-
-    def fail(self, sequence: Sequence) -> None:
-        super().fail(sequence)
-        self.states.retract(sequence.chain)
-
-    def remove(self, sequence: Sequence) -> None:
-        super().remove(sequence)
-        self.states.abandon(sequence.chain)
-
-    def _release(self, sequence: Sequence) -> None:
-        sequence.extend_chain(len(sequence.tokens))
-        table = self.tables.pop(sequence, None)
-        if table is not None:  # none where it was preempted before it had one
-            computed, confirmed = sequence.computed, sequence.confirmed
-            self.states.release(table, computed, confirmed, sequence.chain)
-        super()._release(sequence)
 
 
 def states_of(tokens: list[int]) -> list[State]:
@@ -153,7 +80,9 @@ class Played:
 
     def __init__(self, running: int, snapshots: int, pages: int, rows: int, depth: int = 0) -> None:
         self.states = StatePool(running, snapshots)
-        self.scheduler = HybridScheduler(HybridCaches(pages, self.states), running, rows)
+        caches = Caches((0,), (pages,), rows, self.states)
+        self.scheduler = Scheduler(caches, running, max(rows, least_rows(running, True)))
+        self.steps: list[StateStep] = []  # of the work that was scheduled last
         self.device = Device(self.states.total)
         self.depth = depth
         self.ended: list[Sequence] = []
@@ -169,7 +98,9 @@ class Played:
                 Part(tokens, w.start, w.rows, w.sequence in self.broken)
                 for tokens, w in zip(known, work, strict=True)
             ]
-            finite = self.device.run(parts, self.scheduler.steps)
+            steps = [each.sequence.table.step for each in work]
+            self.steps = [step for step in steps if step is not None]
+            finite = self.device.run(parts, self.steps)
             self.scheduler.advance(work)
             sampled = []
             for item, good in zip(work, finite, strict=True):
@@ -213,8 +144,7 @@ class Played:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        assert set(scheduler.tables) == set(scheduler.running)
-        self.states.check(list(scheduler.tables.values()))
+        assert all(each.table.states for each in scheduler.running)
         scheduler.caches.check([each.table for each in scheduler.running])
         found = self.device.check(self.states)
         if NAN in found:
@@ -223,7 +153,7 @@ class Played:
 
     def tainted(self, sequence: Sequence) -> bool:
         """Whether it will fail, or may have left something of it while it was preempted."""
-        table = self.scheduler.tables.get(sequence)
+        table = sequence.table.states
         if table is None:
             return bool(sequence.preemptions)
         held = table.source

@@ -41,7 +41,8 @@ class Offer:
             return f"{knob.direction} {knob.spec_field}, by how much could not be measured"
         unit = "Mi" if knob.spec_field == MEMORY_FIELD else ""
         if self.tokens is None:
-            return f"{knob.direction} {knob.spec_field} to {knob.value}{unit} at least"
+            bound = "least" if knob.direction is Direction.RAISE else "most"
+            return f"{knob.direction} {knob.spec_field} to {knob.value}{unit} at {bound}"
         return f"{knob.spec_field} {knob.value}{unit} would leave {self.tokens:,} tokens"
 
 
