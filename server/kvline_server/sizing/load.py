@@ -23,7 +23,7 @@ from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
 from kvline_server.memory.parts import OwnedPart
-from kvline_server.model import kv_scales, loader
+from kvline_server.model import devices, kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.dequantised import Dequantised
@@ -46,7 +46,9 @@ def read_model(launch: LaunchConfig) -> ModelConfig:
     folder = Path(launch.model.path)
     if not folder.is_dir():
         raise ModelNotFound(f"{folder}: no such folder (spec.model.source {launch.model.source})")
-    return read_config(folder)
+    model = read_config(folder)
+    devices.check(model, launch.device)
+    return model
 
 
 def load_model(
@@ -80,7 +82,8 @@ def load_model(
             copied = _LoadProgress(send, started)
             worker = _build(source, model, cache, settings, backend, kernels, copied)
             slow = _slow_experts(worker.decoder.weights, kernels)
-            for warning in (_dequantised(source, backend), slow, missing):
+            left = loader.left_out(source, model)
+            for warning in (_dequantised(source, backend), slow, missing, left):
                 if warning and group.rank == 0:
                     send(Progress(warning=warning))
             del source
@@ -271,10 +274,10 @@ def _cache(
     scales: tuple[Scales, ...] = ()
     missing = 0
     if backend.cache_dtype != backend.dtype and isinstance(source, Dequantised):
-        scales, missing = kv_scales.read(source.files, model.layers)
+        scales, missing = kv_scales.read(source.files, model)
     warning = (
         f"spec.engine.kvCacheDtype is fp8, and the model's files lack {missing} of the "
-        f"{2 * model.layers} scales of its keys and values (model.layers.N.self_attn.k_scale and "
+        f"{2 * len(model.attentions)} scales of its keys and values (self_attn.k_scale and "
         "v_scale): 1.0 is taken for each, and numbers beyond 448 become 448. Compare answers with "
         "those of kvCacheDtype auto, or serve a checkpoint that was calibrated for an fp8 KV cache"
     )
