@@ -102,7 +102,7 @@ def engine(
     made = decoder(folder, model_len, kernels)
     scales: tuple[Scales, ...] = ()
     if fp8_cache:
-        scales, _ = kv_scales.read(SafetensorsSource(folder), made.config.layers)
+        scales, _ = kv_scales.read(SafetensorsSource(folder), made.config)
     kept = torch.float8_e4m3fn if fp8_cache else torch.float32
     arena = mapped(made, model_len, pages, kept, scales, 1 + running + snapshots)
     states = StatePool(running, snapshots) if made.config.recurrent else None

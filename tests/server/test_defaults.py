@@ -15,6 +15,7 @@ from families import GEMMA3_ROPE
 from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.model import families, neutral
 from kvline_server.model.config import ModelConfig, read_config
+from kvline_server.model.decoder import state_shapes
 from kvline_server.model.fields import Fields
 from kvline_server.model.loader import RandomSource, checked
 from kvline_server.model.rope import cos_sin
@@ -78,6 +79,15 @@ GPT_OSS = (
     | {"attention_bias": False, "sliding_window": 50, "num_local_experts": 12}
     | {"layer_types": KINDS, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 )
+LINEAR = {
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "head_dim": 12,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE | BIAS | {"mlp_bias": True}),
     "llama3": ("Llama", DENSE | {"rope_scaling": {"type": "llama3", **LLAMA3, **LENGTH}}),
@@ -114,6 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOss", GPT_OSS | {"rope_scaling": {"rope_type": "yarn", **YARN, **LENGTH}}),
     "gpt-oss-plain": ("GptOss", GPT_OSS | {"rope_parameters": {"rope_type": "default"}}),
+    "qwen3.5": ("Qwen3_5Text", DENSE | BIAS | LINEAR | {"partial_rotary_factor": 0.5}),
     "olmo2": ("Olmo2", DENSE | BIAS),
     "gemma3": (
         "Gemma3Text",
@@ -149,13 +160,18 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
         tables = rotary(type(model.model.rotary_emb)(config), config)
     except Exception as error:
         raise Refused(repr(error)) from error
-    layers = [layer.self_attn for layer in model.model.layers]
+    every = model.model.layers
+    layers = [layer.self_attn for layer in every if hasattr(layer, "self_attn")]
+    tables = [tables[i] for i, layer in enumerate(every) if hasattr(layer, "self_attn")]
     norm, window = model.model.norm, getattr(config, "sliding_window", None)
     windows = [getattr(one, "sliding_window", window) or 0 for one in layers]
     eos = config.eos_token_id
     return {
         "elements": sum(one.numel() for one in model.parameters()),
-        "layers": len(layers),
+        "layers": len(every),
+        "recurrent": [
+            n for layer in every if not hasattr(layer, "self_attn") for n in states(layer)
+        ],
         "hidden": model.model.embed_tokens.weight.shape[1],
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
@@ -170,6 +186,13 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
         "cosines": [one[0] for one in tables],
         "sines": [one[1] for one in tables],
     }
+
+
+def states(layer: Any) -> tuple[int, ...]:
+    """Sizes of what a layer without attention keeps: inputs of its convolution, and matrices."""
+    rule = layer.linear_attn
+    inputs = rule.conv_kernel_size - 1, rule.conv_dim
+    return *inputs, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim
 
 
 def rotary(module: Any, config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -189,20 +212,21 @@ POSITIONS = 1300  # more than the models' own lengths
 
 
 def ours(model: ModelConfig) -> dict[str, Any]:
-    ropes = [model.rope_of(layer) for layer in range(model.layers)]
+    ropes = [model.rope_of(layer) for layer in model.attentions.values()]
     tables = {rope: cos_sin(rope, model.head_dim, POSITIONS) for rope in set(ropes)}
     pairs = {rope: (rope.rotary_dim or model.head_dim) // 2 for rope in tables}
     experts = model.experts
     return {
         "elements": checked(RandomSource(), model).counts.total(),
         "layers": model.layers,
+        "recurrent": [n for x in state_shapes(model) for n in (*x.inputs, *x.matrices)],
         "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "eps": model.norm_eps,
         "scale": model.softmax_scale or model.head_dim**-0.5,
-        "windows": [model.window(layer) for layer in range(model.layers)],
+        "windows": list(model.every_window),
         "tied": model.tied_embeddings,
         "chosen": experts.chosen if experts else None,
         "renormalised": experts.renormalise if experts else False,
@@ -302,7 +326,7 @@ def test_every_family_is_compared_and_names_its_class() -> None:
     import transformers
 
     named = {f"{name.removesuffix('Text')}ForCausalLM" for name, _ in CASES.values()}
-    assert named == set(families.known())
+    assert named == {module.ARCHITECTURE for module in families.known().values()}
     for name, _ in CASES.values():
         module = families.known()[f"{name.removesuffix('Text')}ForCausalLM"]
         assert getattr(transformers, f"{name}Config").model_type == module.MODEL_TYPE

@@ -31,6 +31,7 @@ from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE
 from kvline_server.model import kv_scales
+from kvline_server.model.config import read_config
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.sizing import load
 from kvline_server.sizing.loaded import Loaded
@@ -271,7 +272,7 @@ def test_scales_are_found_by_either_name(make_model: Callable[..., Path], tmp_pa
         "model.layers.1.self_attn.k_proj.output_scale": torch.tensor(2.0),
     }
     folder = scaled(make_model("llama"), tmp_path / "fp8", made)
-    found = kv_scales.read(SafetensorsSource(folder), 2)
+    found = kv_scales.read(SafetensorsSource(folder), read_config(folder))
     assert found == ((Scales(0.5, 0.25), Scales(2.0, 1.0)), 1)
 
 
@@ -293,7 +294,7 @@ def test_a_scale_that_is_not_right_is_named(
     name = VALUES.format(1)
     folder = scaled(make_model("llama"), tmp_path / "bad", {name: scale})
     with pytest.raises(ModelInvalid, match=re.escape(f"tensor {name} {why}"[:40])) as caught:
-        kv_scales.read(SafetensorsSource(folder), 2)
+        kv_scales.read(SafetensorsSource(folder), read_config(folder))
     assert why in str(caught.value)
 
 

@@ -52,6 +52,7 @@ class Recorded:
         self.source = source
         self.copied: Counter[str] = Counter()
         self.check, self.fp8 = source.check, source.fp8
+        self.has, self.count = source.has, source.count
 
     def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
         self.copied[part.name] += into.numel()

@@ -27,6 +27,7 @@ from kvline_server.errors import (
     SecretMissing,
     ServerError,
 )
+from kvline_server.model import devices
 from kvline_server.model.config import read_config
 from kvline_server.model.files import INDEX, open_weights, weight_files
 
@@ -81,7 +82,7 @@ def check(launch: LaunchConfig) -> None:
             raise ModelNotFound(
                 f"{folder}: no such folder (spec.model.source {launch.model.source})"
             )
-        read_config(folder)
+        devices.check(read_config(folder), launch.device)
         for path in [] if launch.model.load_format is LoadFormat.RANDOM else weight_files(folder):
             open_weights(path, "np")
     except OSError as error:
@@ -95,7 +96,7 @@ def _check_hub(launch: LaunchConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _fetch(repository, commit, Path(folder), CONFIG_FILES, token)
         try:
-            read_config(Path(folder))
+            devices.check(read_config(Path(folder)), launch.device)
         except ServerError as error:  # the same text each time, with a name that users know
             raise type(error)(str(error).replace(folder, f"{repository}@{commit}")) from None
     with _hub_errors(repository, commit):

@@ -6,6 +6,7 @@ the computation and is not implemented is rejected by name, before any weights a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.positions import Rope, YarnScaling, read_rope, rope_fields, rope_theta
 from kvline_server.model.quantization import MXFP4_BLOCK, Mxfp4, Quantization
 from kvline_server.model.sequence import Block, Kind
+from kvline_server.model.towers import text_of
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
 
@@ -38,10 +40,17 @@ class Names:
     """Of tensors, where families differ."""
 
     decoder: str = "model."  # before all but the LM head's
+    others: tuple[str, ...] = ()  # that stand for it in some files
     embedding: str = "embed_tokens"
     norm: str = "norm"  # the last one
     attention: str = "self_attn."  # after the layer's prefix
     mlp: str = "mlp."  # so is this
+
+    def found(self, has: Callable[[str], bool]) -> Names:
+        """As they are in files that have a tensor of each name for which this is true."""
+        every = (self.decoder, *self.others)
+        there = (at for at in every if has(f"{at}{self.embedding}.weight"))
+        return replace(self, decoder=next(there, self.decoder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,7 @@ class ModelConfig:
     output_bias: bool = False
     output_gate: bool = False  # sigmoid of a projection beside the queries', times attention
     mlp_bias: bool = False
+    left_out: tuple[str, ...] = ()  # before the names of tensors that files have for nothing
     sinks: bool = False  # a logit of each head, in its softmax, without a value
     eos_token_ids: tuple[int, ...] = ()  # `read` gives those of the class, for files without any
 
@@ -141,14 +151,21 @@ def read_config(folder: Path) -> ModelConfig:
             f"{path}: architectures is {listed!r:.120}; this server runs {', '.join(known)}"
         )
     family = known[name]
+    beside = families.beside(family)
+    towered = beside is not None and beside.architecture == name
+    text = text_of(fields, beside) if beside is not None and towered else fields
     # transformers takes the class, and with it the defaults, by this name.
-    fields.only("model_type", family.MODEL_TYPE, family.MODEL_TYPE)
-    model: ModelConfig = family.read(fields)
+    text.only("model_type", family.MODEL_TYPE, family.MODEL_TYPE)
+    model: ModelConfig = family.read(text)
+    if beside is not None and towered:
+        names = replace(model.names, decoder=beside.decoder, others=())
+        model = replace(model, names=names, left_out=(*beside.towers, *model.left_out))
     model = _quantized(fields, model)
-    _refuse_other_windows(fields, model)
-    fields.refuse_unread(neutral.IGNORED, neutral.NEUTRAL, neutral.HINTS)
-    eos = end_tokens(fields, folder, model.vocabulary)
-    if not eos and "eos_token_id" not in fields.raw:
+    _refuse_other_windows(text, model)
+    for each in (text, fields):
+        each.refuse_unread(neutral.IGNORED, neutral.NEUTRAL, neutral.HINTS)
+    eos = end_tokens(text, folder, model.vocabulary)
+    if not eos and "eos_token_id" not in text.raw:
         eos = tuple(id for id in model.eos_token_ids if id < model.vocabulary)
     return replace(model, architecture=name, eos_token_ids=eos)
 

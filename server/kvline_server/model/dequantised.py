@@ -40,6 +40,12 @@ class Dequantised:
         self.files.check(name + self.quantization.suffix, self.quantization.scales(shape))
         self.quantised[name] = shape[0] * shape[1]
 
+    def has(self, name: str) -> bool:
+        return self.files.has(name)
+
+    def count(self, prefix: str) -> int:
+        return self.files.count(prefix)
+
     def fp8(self, name: str) -> Quantization | None:
         there = name in self.files.where and self.files.dtype(name) == E4M3
         return self.quantization if there else None

@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvline_server.model.fields import Fields
+from kvline_server.model.sequence import Kind
 
 FLOAT32 = "float32"
+LINEAR, FULL = "linear_attention", "full_attention"  # in lists of layers
+MIXERS = {
+    LINEAR: Kind.RECURRENT,
+    FULL: Kind.ATTENTION,
+    "mamba": Kind.RECURRENT,
+    "attention": Kind.ATTENTION,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,11 @@ class DeltaRule:
     def divides(self, ranks: int) -> bool:
         """Whether so many ranks have equal shares: key heads with their value heads."""
         return self.key_heads % ranks == 0
+
+    @property
+    def heads_text(self) -> str:
+        """Of which ranks have shares, for a message."""
+        return f"{self.key_heads} key heads"
 
     def share(self, ranks: int) -> DeltaRule:
         """Of each of so many ranks."""
@@ -76,6 +89,11 @@ class Mamba2:
         rank."""
         return self.heads % ranks == 0 and (self.groups == 1 or self.groups % ranks == 0)
 
+    @property
+    def heads_text(self) -> str:
+        """Of which ranks have shares, for a message; those of one group are independent."""
+        return f"{self.heads} heads" + (f" in {self.groups} groups" if self.groups > 1 else "")
+
     def share(self, ranks: int) -> Mamba2:
         """Of each of so many ranks."""
         groups = 1 if self.groups == 1 else self.groups // ranks
@@ -90,6 +108,25 @@ class Mamba2:
     def matrices(self) -> tuple[int, int, int]:
         """In a state."""
         return self.heads, self.head_dim, self.state_dim
+
+
+def mixers(fields: Fields, key: str, usual: list[str]) -> list[Kind]:
+    """Each layer's, by the field of that name, or `usual` where the file has none. One of them at
+    least must be attention: the KV cache has the tokens of requests."""
+    names = fields.value(key, usual)
+    if not isinstance(names, list) or len(names) != len(usual):
+        raise fields.invalid(key, f"a list of {len(usual)} layers")
+    if any(not isinstance(name, str) or name not in MIXERS for name in names):
+        raise fields.invalid(key, f"{', '.join(MIXERS)}")
+    kinds = [MIXERS[name] for name in names]
+    if Kind.ATTENTION not in kinds:
+        raise fields.unsupported(key, " without a layer of attention")
+    return kinds
+
+
+def recurs(kinds: tuple[tuple[Kind, ...], ...]) -> bool:
+    """Whether a layer does."""
+    return any(Kind.RECURRENT in own for own in kinds)
 
 
 def slot_bytes(recurrent: DeltaRule | Mamba2, inputs: int, matrices: int) -> int:

@@ -12,21 +12,25 @@ import torch
 
 from kvline_server.errors import ModelInvalid
 from kvline_server.memory.arena import Scales
+from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import SafetensorsSource
 
 LEAST = torch.finfo(torch.float32).tiny  # the inverse of a smaller one may be infinite
 
 
-def read(files: SafetensorsSource, layers: int) -> tuple[tuple[Scales, ...], int]:
-    """The scales of each layer, 1 for those that no file has, and the number of these. Raises
+def read(files: SafetensorsSource, model: ModelConfig) -> tuple[tuple[Scales, ...], int]:
+    """The scales of each attention, 1 for those that no file has, and the number of these. Raises
     ModelInvalid for one that is no positive number."""
-    found = [[_scale(files, layer, kind) for kind in ("k", "v")] for layer in range(layers)]
+    names = model.names.found(files.has)
+    places = [
+        f"{names.decoder}layers.{layer}.{names.attention}" for layer in model.attentions.values()
+    ]
+    found = [[_scale(files, at, kind) for kind in ("k", "v")] for at in places]
     missing = sum(scale is None for pair in found for scale in pair)
     return tuple(Scales(*(1.0 if s is None else s for s in pair)) for pair in found), missing
 
 
-def _scale(files: SafetensorsSource, layer: int, kind: str) -> float | None:
-    at = f"model.layers.{layer}.self_attn."
+def _scale(files: SafetensorsSource, at: str, kind: str) -> float | None:
     names = (f"{at}{kind}_scale", f"{at}{kind}_proj.output_scale")
     name = next((name for name in names if name in files.where), None)
     if name is None:

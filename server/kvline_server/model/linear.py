@@ -62,8 +62,14 @@ class Output:
 
 
 class TensorSource(Protocol):
-    """Tensors by name. `check` is called for all of them before the first `copy`, which copies the
-    part's rows, and of them as many columns as `into` has, from `column` on."""
+    """Tensors by name. `has` says which of several names is there. `check` is called for all of
+    them before the first `copy`, which copies the part's rows, and of them as many columns as
+    `into` has, from `column` on."""
+
+    def has(self, name: str) -> bool: ...
+
+    def count(self, prefix: str) -> int:
+        """Tensors whose names begin so."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None: ...
 

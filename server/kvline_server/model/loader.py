@@ -44,8 +44,8 @@ class Weights:
     """Of one rank. Each has the whole embedding, and its own rows of the LM head."""
 
     def __init__(self, tensors: Tensors, config: ModelConfig) -> None:
-        c, own = config, own_tokens(config, tensors.shard)
-        at, names = c.names.decoder, c.names
+        names, own = config.names.found(tensors.source.has), own_tokens(config, tensors.shard)
+        c, at = replace(config, names=names), names.decoder
         every = Rows(f"{at}{names.embedding}.weight", range(c.vocabulary), c.vocabulary)
         self.embedding = tensors.get([every], c.hidden)
         self.first, self.layers = layer.read(tensors, c)
@@ -110,6 +110,12 @@ class SafetensorsSource:
                 f"{path}: tensor {name} has shape {list(got)}, config.json requires {list(shape)}"
             )
 
+    def has(self, name: str) -> bool:
+        return name in self.where
+
+    def count(self, prefix: str) -> int:
+        return sum(name.startswith(prefix) for name in self.where)
+
     def fp8(self, name: str) -> Quantization | None:
         return None
 
@@ -145,6 +151,13 @@ class RandomSource:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         self.shapes[name] = shape
+
+    def has(self, name: str) -> bool:
+        """Names are those of the configuration."""
+        return False
+
+    def count(self, prefix: str) -> int:
+        return 0
 
     def fp8(self, name: str) -> Quantization | None:
         return None if name.endswith(ROUTER) else self.quantization
@@ -201,6 +214,16 @@ def _slice(whole: torch.Tensor, rows: range, into: torch.Tensor, column: int) ->
     """Of the shape of `into`."""
     own = whole[rows.start : rows.stop : rows.step]
     return own if into.dim() == 1 else own[:, column : column + into.shape[1]]
+
+
+def left_out(source: TensorSource, config: ModelConfig) -> str:
+    """A warning where the files have tensors that no block of the model asks for: of towers for
+    images, of draft heads."""
+    found = ((at, source.count(at)) for at in config.left_out)
+    each = " and ".join(f"{count} tensors {at}*" for at, count in found if count)
+    return (
+        f"{each} are not loaded: of {config.architecture} its text model is served" if each else ""
+    )
 
 
 def checked(

@@ -40,14 +40,18 @@ def check(config: ModelConfig, ranks: int) -> None:
     raise ModelUnsupported(
         f"spec.resources.gpus is {ranks}, which do not share this model evenly: it has "
         f"{config.heads} attention heads, {config.kv_heads} key-value heads, an MLP of width "
-        f"{config.intermediate}{_in_blocks(config)} and a vocabulary of {config.vocabulary}; gpus "
-        f"can be {counts}"
+        f"{config.intermediate}{_in_blocks(config)}{_recurrent(config)} and a vocabulary of "
+        f"{config.vocabulary}; gpus can be {counts}"
     )
 
 
 def _in_blocks(config: ModelConfig) -> str:
     unit = _unit(config)
     return f" in {config.intermediate // unit} blocks of {unit} (MXFP4)" if unit > 1 else ""
+
+
+def _recurrent(config: ModelConfig) -> str:
+    return f", recurrent layers with {config.recurrent.heads_text}" if config.recurrent else ""
 
 
 def _unit(config: ModelConfig) -> int:
@@ -59,6 +63,7 @@ def _divides(config: ModelConfig, ranks: int) -> bool:
     return (
         1 <= ranks <= MAX_RANKS
         and config.heads % ranks == config.intermediate % (ranks * _unit(config)) == 0
+        and (config.recurrent is None or config.recurrent.divides(ranks))
         and (config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0)
         and (ranks - 1) * share(config.vocabulary, ranks) < config.vocabulary
     )
@@ -71,6 +76,7 @@ def local(config: ModelConfig, shard: Shard) -> ModelConfig:
         heads=len(shard.of(config.heads)),
         kv_heads=len(kv_heads(config, shard)),
         intermediate=len(shard.of(config.intermediate)),
+        recurrent=config.recurrent and config.recurrent.share(shard.ranks),
     )
 
 

@@ -25,7 +25,7 @@ from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.memory.state_arena import StateArena
 from kvline_server.memory.state_shape import StateShape
-from kvline_server.model import kv_scales, loader
+from kvline_server.model import devices, kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.dequantised import Dequantised
@@ -50,7 +50,9 @@ def read_model(launch: LaunchConfig) -> ModelConfig:
     folder = Path(launch.model.path)
     if not folder.is_dir():
         raise ModelNotFound(f"{folder}: no such folder (spec.model.source {launch.model.source})")
-    return read_config(folder)
+    model = read_config(folder)
+    devices.check(model, launch.device)
+    return model
 
 
 def load_model(
@@ -88,9 +90,8 @@ def load_model(
             _check_slots(slots, rank, device.limit - used - expected)
             copied = _LoadProgress(send, started)
             worker = _build(source, model, cache, shapes, settings, backend, kernels, copied)
-            slow = _slow_experts(worker.decoder.weights, kernels)
-            for warning in (_dequantised(source, backend), slow, missing):
-                if warning and group.rank == 0:
+            if group.rank == 0:
+                for warning in filter(None, (missing, *_warnings(source, model, backend, worker))):
                     send(Progress(warning=warning))
             del source
             device.settle()
@@ -271,6 +272,14 @@ def _stays(nbytes: int, what: str, scales: int) -> str:
     return f"{nbytes // MIB} MiB of {what} with {scales // MIB} MiB of scales"
 
 
+def _warnings(
+    source: TensorSource, model: ModelConfig, backend: Backend, worker: Worker
+) -> tuple[str, ...]:
+    """Of a model as it was loaded; some are empty."""
+    slow = _slow_experts(worker.decoder.weights, worker.kernels)
+    return _dequantised(source, backend), slow, loader.left_out(source, model)
+
+
 def _slow_experts(weights: loader.Weights, kernels: Kernels) -> str:
     """A warning where it is so."""
     if not weights.expert_scales or not kernels.experts.dequantises:
@@ -312,10 +321,10 @@ def _cache(
     scales: tuple[Scales, ...] = ()
     missing = 0
     if backend.cache_dtype != backend.dtype and isinstance(source, Dequantised):
-        scales, missing = kv_scales.read(source.files, model.layers)
+        scales, missing = kv_scales.read(source.files, model)
     warning = (
         f"spec.engine.kvCacheDtype is fp8, and the model's files lack {missing} of the "
-        f"{2 * model.layers} scales of its keys and values (model.layers.N.self_attn.k_scale and "
+        f"{2 * len(model.attentions)} scales of its keys and values (self_attn.k_scale and "
         "v_scale): 1.0 is taken for each, and numbers beyond 448 become 448. Compare answers with "
         "those of kvCacheDtype auto, or serve a checkpoint that was calibrated for an fp8 KV cache"
     )

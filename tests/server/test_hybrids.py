@@ -1,0 +1,165 @@
+"""Hybrids, whose memory is not only a KV cache, as whole models: what transformers computes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import decoder
+from hybrid_models import HYBRIDS, Runner, Work, build, logits_of, save
+from safetensors.torch import load_file, save_file
+
+from kvline_contract.launch import Device
+from kvline_server.errors import ModelUnsupported
+from kvline_server.model import devices, shard
+from kvline_server.model.config import read_config
+from kvline_server.model.loader import SafetensorsSource, checked, left_out
+
+LENGTHS = (1, 3, 4, 63, 64, 65, 130)  # around the convolution and the chunks
+CUTS = [(1,), (63, 64), (64, 65, 68), (3, 7, 70, 129), (16, 17, 18, 19, 20)]
+NEAR = 1e-4
+OUTPUT = 64  # greedy tokens
+
+
+@dataclass
+class Family:
+    name: str
+    model: torch.nn.Module
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    @functools.cache
+    def made(name: str) -> Family:
+        model = build(name)
+        return Family(name, model, save(model, tmp_path_factory.mktemp("hybrid")))
+
+    return made
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def family(request: pytest.FixtureRequest, family_of: Callable[[str], Family]) -> Family:
+    return family_of(request.param)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    made = torch.Generator().manual_seed(length + 1000 * seed)
+    return torch.randint(0, 250, (length,), generator=made).tolist()
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=NEAR * max(1.0, float(want.abs().max())))
+
+
+def test_prompts_together_are_what_each_is_in_transformers(family: Family) -> None:
+    runner, prompts = Runner(decoder(family.folder)), [prompt(n) for n in LENGTHS]
+    got = runner.run([Work(i, each) for i, each in enumerate(prompts)])
+    for one, tokens in zip(got, prompts, strict=True):
+        near(one, logits_of(family.model, tokens))
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_a_prompt_in_chunks_is_what_it_is_whole(family: Family, cuts: Sequence[int]) -> None:
+    """Beside a sequence that is decoded meanwhile."""
+    runner, tokens, other = Runner(decoder(family.folder)), prompt(130), prompt(80, 1)
+    made: list[torch.Tensor] = []
+    beside = runner.run([Work(1, other[:70])])
+    for at, (start, end) in enumerate(zip((0, *cuts), (*cuts, 130), strict=True)):
+        work = [Work(1, [other[70 + at]]), Work(0, tokens[start:end])]
+        if start and end - start == 1:
+            work.reverse()
+        for item, rows in zip(work, runner.run(work), strict=True):
+            (beside if item.sequence else made).append(rows)
+    near(torch.cat(made), logits_of(family.model, tokens))
+    near(torch.cat(beside), logits_of(family.model, other[: 71 + len(cuts)]))
+
+
+def test_greedy_tokens_are_those_of_transformers(family: Family) -> None:
+    """Which has them all at once: each is the best behind those before it."""
+    runner, prompts = Runner(decoder(family.folder)), [prompt(n, 2) for n in (1, 40, 66)]
+    rows = runner.run([Work(i, each) for i, each in enumerate(prompts)])
+    made = [[int(each[-1].argmax())] for each in rows]
+    for _ in range(OUTPUT - 1):
+        rows = runner.run([Work(i, [each[-1]]) for i, each in enumerate(made)])
+        for each, logits in zip(made, rows, strict=True):
+            each.append(int(logits[-1].argmax()))
+    for tokens, output in zip(prompts, made, strict=True):
+        want = logits_of(family.model, tokens + output)[len(tokens) - 1 : -1]
+        assert want.argmax(-1).tolist() == output and len(set(output)) > 8
+
+
+def test_every_parameter_is_counted(family: Family) -> None:
+    source = SafetensorsSource(family.folder)
+    weights = checked(source, decoder(family.folder).config)
+    elements = sum(each.numel() for each in family.model.state_dict().values())
+    assert weights.counts.total() == elements
+    sizes = sum(part.fixed for part in decoder(family.folder).weights.parts())
+    assert sizes == 4 * elements and not weights.scales
+
+
+def towered(folder: Path, into: Path) -> Path:
+    """The text model of a checkpoint that has a tower for images, and a draft head."""
+    tensors = {
+        re.sub(r"^model\.", "model.language_model.", name): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    more = ("model.visual.blocks.0.norm1.weight", "mtp.norm.weight", "mtp.fc.weight")
+    save_file(tensors | {name: torch.zeros(1) for name in more}, into / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    (name,) = text.pop("architectures")
+    made = {
+        "architectures": [name.replace("CausalLM", "ConditionalGeneration")],
+        "model_type": text["model_type"].removesuffix("_text"),
+        "text_config": text | {"mtp_num_hidden_layers": 1},
+        "vision_config": {"depth": 1},
+        "image_token_id": 3,
+        "tie_word_embeddings": False,
+    }
+    (into / "config.json").write_text(json.dumps(made))
+    return into
+
+
+@pytest.mark.parametrize("name", ["qwen3.5"])
+def test_the_text_model_beside_a_tower_is_served(
+    name: str, family_of: Callable[[str], Family], tmp_path: Path
+) -> None:
+    made = family_of(name)
+    folder, tokens = towered(made.folder, tmp_path), prompt(9)
+    (got,) = Runner(decoder(folder)).run([Work(0, tokens)])
+    near(got, logits_of(made.model, tokens))
+    warning = left_out(SafetensorsSource(folder), read_config(folder))
+    assert warning.startswith("1 tensors model.visual.* and 2 tensors mtp.* are not loaded")
+    alone = folder / "alone"
+    alone.mkdir()
+    os.link(folder / "model.safetensors", alone / "model.safetensors")
+    shutil.copy(made.folder / "config.json", alone)
+    (again,) = Runner(decoder(alone)).run([Work(0, tokens)])  # by the other names
+    assert torch.equal(again, got)
+
+
+def test_on_a_gpu_a_hybrid_is_refused_before_its_weights_are_read(
+    family_of: Callable[[str], Family],
+) -> None:
+    config = read_config(family_of("qwen3.5").folder)
+    devices.check(config, Device.CPU)
+    with pytest.raises(ModelUnsupported, match="recurrent layers, which are served on CPUs only"):
+        devices.check(config, Device.CUDA)
+    devices.check(replace(config, recurrent=None), Device.CUDA)
+
+
+def test_ranks_that_heads_do_not_divide_are_refused_by_name(
+    family_of: Callable[[str], Family],
+) -> None:
+    config = read_config(family_of("qwen3.5").folder)
+    shard.check(config, 2)
+    with pytest.raises(ModelUnsupported, match=r"layers with 2 key heads .* gpus can be 1 or 2$"):
+        shard.check(config, 3)
