@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvline_server.model.config import Experts, ModelConfig, Norms, Rope, YarnScaling
+from kvline_server.model.config import Experts, ModelConfig, Norms
+from kvline_server.model.positions import Rope, YarnScaling
 from kvline_server.model.quantization import FIELD, Quantization
 
 LLAMA8B = ModelConfig(

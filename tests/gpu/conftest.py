@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvline_server.memory.cuda import CudaArena
-from kvline_server.model.config import ModelConfig, Rope
+from kvline_server.model.config import ModelConfig
+from kvline_server.model.positions import Rope
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -22,10 +22,11 @@ from kvline_server.memory.arena import HostArena, Scales
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.groups import GroupedArena, first_page, order
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
-from kvline_server.model.config import ModelConfig, Norms, Rope
+from kvline_server.model.config import ModelConfig, Norms
 from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.linear import Rows
 from kvline_server.model.loader import SCALE, RandomSource, load_weights
+from kvline_server.model.positions import Rope
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.graphs.graphs import Graphs
 from kvline_server.worker.inputs import upload

@@ -18,7 +18,8 @@ from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.model.config import ModelConfig, Rope
+from kvline_server.model.config import ModelConfig
+from kvline_server.model.positions import Rope
 from kvline_server.model.rope import cos_sin
 
 pytestmark = pytest.mark.gpu

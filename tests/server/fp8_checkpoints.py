@@ -139,7 +139,7 @@ def loaded(
 
 def projections(weights: Weights) -> list[Projection]:
     layers = weights.layers
-    every = [(a.attention.qkv, a.attention.output, *a.mlp.projections) for a in layers]
+    every = [(*a.mixer.projections, *a.blocks[0].projections) for a in layers]
     return [projection for layer in every for projection in layer]
 
 

@@ -31,10 +31,11 @@ from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import cpu_device
-from kvline_server.model.config import Experts, ModelConfig, Norms, Rope
+from kvline_server.model.config import Experts, ModelConfig, Norms
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.linear import Rows
 from kvline_server.model.loader import RandomSource, load_weights
+from kvline_server.model.positions import Rope
 from kvline_server.model.shard import Shard, check, local
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.gloo import GlooGroup

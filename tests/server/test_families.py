@@ -15,15 +15,9 @@ from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.kernels import cuda_experts, cuda_write
 from kvline_server.memory.groups import order
 from kvline_server.model import shard
-from kvline_server.model.config import (
-    Experts,
-    LongScaling,
-    ModelConfig,
-    Rope,
-    YarnScaling,
-    read_config,
-)
+from kvline_server.model.config import Experts, ModelConfig, read_config
 from kvline_server.model.loader import RandomSource, checked
+from kvline_server.model.positions import LongScaling, Rope, YarnScaling
 from kvline_server.model.rope import cos_sin
 
 PHI4_MINI: dict[str, Any] = {

@@ -21,6 +21,7 @@ from test_shards import MODEL as OTHER
 from waiting import limit
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
+from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Alone, Group
 from kvline_server.kernels.projection import Join, Operand
@@ -34,6 +35,7 @@ from kvline_server.model.fields import Fields
 from kvline_server.model.linear import Tensors
 from kvline_server.model.loader import Loading, RandomSource, SafetensorsSource
 from kvline_server.model.mamba import Mamba
+from kvline_server.model.mixer import Place
 from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import Shard
 
@@ -41,6 +43,8 @@ HIDDEN, EPS, RESIDUAL = 48, 1e-5, 0.22
 LENGTHS = (1, 3, 4, 63, 64, 65, 130)  # around the convolution and the chunks
 AT = "model.layers.3."
 RECURRENT = TorchRecurrent(torch.device("cpu"))
+NOTHING = torch.zeros(0, dtype=torch.int64)
+NOWHERE = Place(SlotMapping(NOTHING, NOTHING), None)  # positions are nothing to these
 QWEN: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "rms_norm_eps": EPS,
@@ -164,9 +168,10 @@ def maker(name: str) -> Callable[[Tensors], Block]:
         return lambda tensors: DeltaRule(tensors, model, rule, AT)
     if name == "granite":
         made = hybrid.granite(fields(GRANITE))
-        return lambda tensors: Mamba(tensors, model, made, AT, NAMES[name][0], RESIDUAL)
+        return lambda tensors: Mamba(tensors, model, made, AT)
     made = hybrid.nemotron(fields(NEMOTRON))
-    return lambda tensors: Mamba(tensors, model, made, AT, NAMES[name][0])
+    model = replace(model, norms=Norms(before_attention=NAMES[name][0]))
+    return lambda tensors: Mamba(tensors, model, made, AT)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -196,6 +201,7 @@ def run(
     states: States,
     x: torch.Tensor,
     steps: Sequence[tuple[int, int, bool]],
+    multiplier: float,
 ) -> torch.Tensor:
     """`steps` are rows, slot and whether it is read of each sequence; x is as before a layer."""
     counts, slots, read = (np.array(each) for each in zip(*steps, strict=True))
@@ -203,10 +209,11 @@ def run(
     plan = RECURRENT.plan(Sequences(starts, slots, np.where(read, slots, DUMMY)))
     assert block.before is not None
     normed = Operand(kernels.rows.rms_norm(x, block.before))
-    projected: Any = block.project(kernels, normed)
-    made = block.run(RECURRENT, projected, states, plan)
-    then = Join(x.clone(), None, None)
-    return block.finish(kernels, RECURRENT, made, projected, then).rows
+    projected = block.project(kernels, normed, states, NOWHERE)
+    made = block.run(kernels, projected.inputs, states, plan)
+    assert made.shape == (len(x), block.width)
+    then = Join(x.clone(), None, None, multiplier)
+    return block.finish(kernels, made, projected.gate, then).rows
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -217,7 +224,7 @@ def test_prompts_together_are_what_each_is_in_transformers(family: Family) -> No
     kernels, block = family.block()
     prompts = [torch.randn(rows, HIDDEN) for rows in LENGTHS]
     steps = [(len(each), slot, False) for slot, each in enumerate(prompts, 1)]
-    got = run(kernels, block, pool(block), torch.cat(prompts), steps)
+    got = run(kernels, block, pool(block), torch.cat(prompts), steps, family.multiplier)
     for one, x in zip(torch.split(got, list(LENGTHS)), prompts, strict=True):
         near(one, family.want(x))
 
@@ -227,7 +234,8 @@ def test_a_prompt_in_chunks_is_what_it_is_whole(family: Family, cuts: Sequence[i
     kernels, block = family.block()
     x, states, made = torch.randn(130, HIDDEN), pool(block), []
     for start, end in zip((0, *cuts), (*cuts, 130), strict=True):
-        made.append(run(kernels, block, states, x[start:end], [(end - start, 4, start > 0)]))
+        steps = [(end - start, 4, start > 0)]
+        made.append(run(kernels, block, states, x[start:end], steps, family.multiplier))
     near(torch.cat(made), family.want(x))
 
 
@@ -257,7 +265,8 @@ def test_two_ranks_are_as_one(family: Family) -> None:
         states = pool(block)
         steps = [(0, 66), (66, 70)]
         made = [
-            run(kernels, block, states, x[at:end], [(end - at, 2, at > 0)]) for at, end in steps
+            run(kernels, block, states, x[at:end], [(end - at, 2, at > 0)], family.multiplier)
+            for at, end in steps
         ]
         return torch.cat(made)
 

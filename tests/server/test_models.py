@@ -114,7 +114,7 @@ def test_a_copy_tells_how_far_it_is_and_large_tensors_come_in_parts(
     )
     assert torch.equal(plain.embedding, parts.embedding)
     for one, other in zip(plain.layers, parts.layers, strict=True):
-        linears = ((x.attention.qkv, x.attention.output, *x.mlp.projections) for x in (one, other))
+        linears = ((*x.mixer.projections, *x.blocks[0].projections) for x in (one, other))
         for a, b in zip(*linears, strict=True):
             assert torch.equal(a.weight, b.weight)
     done = [at for at, _ in heard]

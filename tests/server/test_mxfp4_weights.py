@@ -141,8 +141,8 @@ def test_a_rank_has_its_columns_of_every_expert_gate_before_up(
         assert heard[-1] == (weights.nbytes(torch.float32),) * 2
         assert max(b - a for (a, _), (b, _) in pairwise(heard)) <= 600
         for index, each in enumerate(weights.layers):
-            assert isinstance(each.mlp, Experts)
-            at, layer = f"model.layers.{index}.mlp.", each.mlp.layer
+            assert isinstance(each.blocks[0], Experts)
+            at, layer = f"model.layers.{index}.mlp.", each.blocks[0].layer
             whole = {
                 name: plain[f"{at}experts.{name}"]
                 for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
@@ -158,8 +158,8 @@ def test_a_rank_has_its_columns_of_every_expert_gate_before_up(
             assert (layer.down_bias is None) == (own.rank > 0)
             if layer.down_bias is not None:
                 assert torch.equal(layer.down_bias, whole["down_proj_bias"])
-            assert each.mlp.router.bias is not None
-            assert torch.equal(each.mlp.router.bias, plain[f"{at}router.bias"])
+            assert each.blocks[0].router.bias is not None
+            assert torch.equal(each.blocks[0].router.bias, plain[f"{at}router.bias"])
             assert isinstance(layer.down, Mxfp4Weight) == (folder == both[0])
 
 
@@ -320,9 +320,9 @@ def test_random_experts_are_as_wide_as_other_weights(mine: Path, ranks: int) -> 
         made = load_weights(RandomSource(), config, TorchKernels(), shard=own)
         assert checked(RandomSource(), config, own).counts == made.counts
         for one, other in zip(made.layers, whole.layers, strict=True):
-            assert isinstance(one.mlp, Experts) and isinstance(other.mlp, Experts)
-            down, columns = plain_of(one.mlp.layer.down), own.of(64)
-            theirs = plain_of(other.mlp.layer.down)[:, columns.start : columns.stop]
+            assert isinstance(one.blocks[0], Experts) and isinstance(other.blocks[0], Experts)
+            down, columns = plain_of(one.blocks[0].layer.down), own.of(64)
+            theirs = plain_of(other.blocks[0].layer.down)[:, columns.start : columns.stop]
             assert torch.equal(down, theirs)
             assert 0.015 < float(down.std()) < 0.025
 

@@ -60,8 +60,8 @@ def test_weights_are_those_that_fp8_and_scales_stand_for(
     _, small, plain = both
     for one, other in zip(loaded(small, shard).layers, loaded(plain, shard).layers, strict=True):
         for a, b in (
-            (one.attention.qkv, other.attention.qkv),
-            *zip(one.mlp.projections, other.mlp.projections, strict=True),
+            (one.mixer.projections[0], other.mixer.projections[0]),
+            *zip(one.blocks[0].projections, other.blocks[0].projections, strict=True),
         ):
             assert torch.equal(plain_of(a), plain_of(b))
 

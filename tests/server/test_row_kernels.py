@@ -298,7 +298,7 @@ from kvline_server.kernels import triton_cache
 from kvline_server.kernels.attention import Heads, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
-from kvline_server.model.config import Rope
+from kvline_server.model.positions import Rope
 from kvline_server.model.rope import cos_sin
 
 triton_cache._after_the_last = lambda: None  # an instruction that the interpreter has not

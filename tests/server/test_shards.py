@@ -18,14 +18,16 @@ from safetensors.torch import save_file
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.model import loader, shard
+from kvline_server.model.attention import Attention
 from kvline_server.model.blocks import MLP
 from kvline_server.model.config import Experts as Many
-from kvline_server.model.config import ModelConfig, Rope, read_config
+from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import cache_groups
 from kvline_server.model.experts import Experts
 from kvline_server.model.layer import Layer
 from kvline_server.model.linear import Rows, TensorSource
 from kvline_server.model.loader import RandomSource, SafetensorsSource, Weights, load_weights
+from kvline_server.model.positions import Rope
 from kvline_server.model.shard import WHOLE, Shard
 
 MODEL = ModelConfig(
@@ -162,7 +164,8 @@ def compare(mine: Layer, whole: Layer, config: ModelConfig, own: Shard) -> None:
         for row in r
     ]
     assert len(rows) == (local.heads + 2 * local.kv_heads) * c.head_dim
-    one, other = mine.attention, whole.attention
+    one, other = mine.mixer, whole.mixer
+    assert isinstance(one, Attention) and isinstance(other, Attention)
     assert torch.equal(plain(one.qkv), plain(other.qkv)[rows])
     if other.qkv.bias is not None:
         assert one.qkv.bias is not None and torch.equal(one.qkv.bias, other.qkv.bias[rows])
@@ -181,13 +184,13 @@ def compare(mine: Layer, whole: Layer, config: ModelConfig, own: Shard) -> None:
 
 
 def mlp_of(layer: Layer) -> MLP:
-    assert isinstance(layer.mlp, MLP)
-    return layer.mlp
+    assert isinstance(layer.blocks[0], MLP)
+    return layer.blocks[0]
 
 
 def experts_of(layer: Layer) -> Experts:
-    assert isinstance(layer.mlp, Experts)
-    return layer.mlp
+    assert isinstance(layer.blocks[0], Experts)
+    return layer.blocks[0]
 
 
 def same_experts(mine: Experts, whole: Experts, count: int, gate: list[int], width: range) -> None:
@@ -217,7 +220,9 @@ def test_random_weights_of_ranks_are_slices_of_one_model(
     config = replace(config, experts=experts)
     whole = load_weights(RandomSource(), config, Plain())
     last = [
-        weights_of(layer.mlp)[1] if isinstance(layer.mlp, Experts) else plain(layer.mlp.down)
+        weights_of(layer.blocks[0])[1]
+        if isinstance(layer.blocks[0], Experts)
+        else plain(layer.blocks[0].down)
         for layer in whole.layers
     ]
     assert 0.015 < float(last[0].std()) < 0.025

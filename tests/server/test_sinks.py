@@ -21,8 +21,10 @@ from kvline_server.kernels.layout import GroupLayout, Layout, starts
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model.attention import Attention
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.loader import RandomSource, SafetensorsSource, checked, load_weights
+from kvline_server.model.mixer import Projected
 from kvline_server.model.shard import Shard
 
 WINDOW = 21
@@ -113,7 +115,8 @@ def test_each_rank_has_the_sinks_of_its_heads_in_float32(tmp_path: Path) -> None
             own = Shard(rank, ranks)
             made = load_weights(SafetensorsSource(tmp_path), MODEL, kernels, shard=own)
             for index, layer in enumerate(made.layers):
-                got = layer.attention.sinks
+                assert isinstance(layer.mixer, Attention)
+                got = layer.mixer.sinks
                 want = tensors[f"model.layers.{index}.self_attn.sinks"][list(own.of(12))]
                 assert got is not None and got.dtype == torch.float32 and torch.equal(got, want)
             parts = made.parts()
@@ -137,9 +140,11 @@ def test_a_decoder_gives_each_layer_its_own() -> None:
     for index, kv in enumerate(layers):
         for part in (kv.keys, kv.values):
             part.normal_()
-        sinks = made.weights.layers[index].attention.sinks
+        mixer = made.weights.layers[index].mixer
+        assert isinstance(mixer, Attention)
+        sinks = mixer.sinks
         assert sinks is not None
         sinks.uniform_(-3, 3)
-        got = made.attend(index, q, kv, plans).view_as(q).double()
+        got = made.run(index, Projected((q,)), kv, plans).view_as(q).double()
         want = expected(q, kv, layout, 0, 8**-0.5, sinks)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

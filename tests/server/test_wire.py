@@ -6,6 +6,7 @@ import mmap
 import os
 import runpy
 from dataclasses import fields, is_dataclass, make_dataclass, replace
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -36,6 +37,8 @@ def values(declared: Any) -> st.SearchStrategy[Any]:
         return bits.map(lambda each: np.frombuffer(each[: len(each) // size * size], kind))
     if get_origin(declared) is tuple:
         return st.lists(values(get_args(declared)[0]), max_size=2).map(tuple)
+    if get_origin(declared) is UnionType:
+        return st.one_of(*(st.none() if a is NoneType else values(a) for a in get_args(declared)))
     if isinstance(declared, type) and is_dataclass(declared):
         hints = get_type_hints(declared)
         return st.builds(declared, **{name: values(hint) for name, hint in hints.items()})

@@ -94,9 +94,11 @@ class Attention(ABC):
         """float32 [positions, dim / 2], twice -> both in the layout that `write` reads."""
 
     @abstractmethod
-    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
-        """Applies QK norm (if the model has it) and rotary embedding, writes keys and values to the
-        cache. Changes queries in place, and possibly keys."""
+    def write(
+        self, heads: Heads, rope: torch.Tensor | None, mapping: SlotMapping, cache: KVLayer
+    ) -> None:
+        """Applies QK norm and rotary embedding (if the model has them), writes keys and values to
+        the cache. Changes queries in place, and possibly keys."""
 
     @abstractmethod
     def attend(

@@ -54,9 +54,13 @@ class Gemms(ABC):
     def join(self, made: torch.Tensor, then: Join) -> Operand:
         """What follows a rank's term of a sum. Overwrites both. [rows, hidden]"""
         made, residual = self.group.all_reduce(made), then.residual
+        if then.after is not None:
+            made = self.rows.rms_norm(made, then.after)
+        if then.scale != 1.0:
+            made = made.mul_(then.scale)
         if then.after is None and then.before is not None:
             return Operand(self.rows.add_norm(made, residual, then.before))
-        residual.add_(made if then.after is None else self.rows.rms_norm(made, then.after))
+        residual.add_(made)
         if then.before is None:
             return Operand(residual)
         return Operand(self.rows.rms_norm(residual, then.before))

@@ -120,7 +120,10 @@ class GpuAttention(Attention):
         rows, runners = len(tables.lengths), self._runners[window]
         return Plan(rows, rows, runners, runners.decode.plan(tables, in_place=True), None)
 
-    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+    def write(
+        self, heads: Heads, rope: torch.Tensor | None, mapping: SlotMapping, cache: KVLayer
+    ) -> None:
+        assert rope is not None  # no model of a GPU is without
         cuda_write.write(heads, rope, mapping, cache)
 
     def attend(

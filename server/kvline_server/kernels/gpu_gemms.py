@@ -60,7 +60,7 @@ class GpuGemms(Gemms):
     def _added(self, x: Operand, projection: Projection, then: Join) -> bool:
         """Adds the sum over ranks to the residual where a kernel does that in passing, and the next
         one norms; else nothing is done."""
-        if then.after is not None or then.before is None:
+        if then.after is not None or then.before is None or then.scale != 1.0:
             return False
         weight, bias = projection.weight, projection.bias
         linears = self.formats.of(weight)

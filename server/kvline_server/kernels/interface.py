@@ -13,6 +13,7 @@ from kvline_server.kernels.attention import Attention
 from kvline_server.kernels.experts import Experts
 from kvline_server.kernels.gemms import Gemms
 from kvline_server.kernels.group import Group
+from kvline_server.kernels.recurrent import Recurrent
 from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.sampling import Sampling
 
@@ -31,6 +32,7 @@ class Kernels(ABC):
 
     group: Group  # the ranks that have the other parts of the model
     attention: Attention
+    recurrent: Recurrent
     rows: Rows
     gemms: Gemms
     experts: Experts

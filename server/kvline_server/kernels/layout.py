@@ -44,6 +44,24 @@ class GroupLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshots:
+    """Copies of states that a step makes in passing, for prefixes that may come again."""
+
+    sequences: NDArray[np.int64]  # [snapshots], whose, as indices in the layout
+    rows: NDArray[np.int64]  # of the sequence in this step, behind which; CHUNK or a multiple of it
+    slots: NDArray[np.int64]  # to be written
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Slots of the recurrent states of each sequence (kernels/recurrent.Sequences)."""
+
+    slots: NDArray[np.int64]  # [sequences], written; DUMMY for padding
+    sources: NDArray[np.int64]  # [sequences], read; DUMMY: none, it starts from zero
+    snapshots: Snapshots | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Sequences in the order of their rows, decodes first: one row each, and draft tokens'."""
 
@@ -51,6 +69,7 @@ class Layout:
     row_starts: NDArray[np.int32]  # [sequences + 1]
     positions: NDArray[np.int32]  # [rows]
     groups: tuple[GroupLayout, ...]
+    states: StateLayout | None = None  # of a model with recurrent layers
 
     @property
     def sequences(self) -> int:
@@ -66,7 +85,8 @@ class Layout:
 
     def apart(self) -> Layout:
         """With each row of a decode as a sequence of its own, of one token more than the row before
-        it: what a query may see then follows from the length alone, for kernels of one query."""
+        it: what a query may see then follows from the length alone, for kernels of one query. For
+        attention alone: a state goes on from row to row."""
         rows = self.decode_rows
         if rows == self.decodes:
             return self
@@ -78,6 +98,7 @@ class Layout:
             decodes=rows,
             row_starts=np.concatenate((each, self.row_starts[self.decodes :])),
             groups=tuple(group.apart(of, later) for group in self.groups),
+            states=None,
         )
 
 

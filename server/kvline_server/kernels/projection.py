@@ -74,6 +74,7 @@ class Join:
     residual: torch.Tensor  # [rows, hidden]
     after: Norm | None  # of the block that ends
     before: Norm | None  # of the next one
+    scale: float = 1.0  # of what is added
 
 
 Epilogue = Store | Gate | Join

@@ -10,6 +10,7 @@ reach the results. Sequences are planned once a step, in host memory, and its la
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvline_server.kernels.layout import Snapshots as Snapshots
 from kvline_server.kernels.projection import Norm
+from kvline_server.memory.state_shape import States as States
 
 # Rows of which a prompt's states are computed at once. A prompt whose chunk of a step begins at a
 # multiple of it is computed as if it had been whole: to the bit where sums have the same order.
 CHUNK = 64
 DUMMY = 0  # the slot of padding: written, never read
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshots:
-    """Copies of states that a step makes in passing, for prefixes that may come again."""
-
-    sequences: NDArray[np.int64]  # [snapshots], whose, as indices in Sequences
-    rows: NDArray[np.int64]  # of the sequence in this step, behind which; CHUNK or a multiple of it
-    slots: NDArray[np.int64]  # to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +43,13 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True)
-class States:
-    """A layer's pool of slots; updated in place."""
+class SlotTables:
+    """Slots of sequences of one row each, as Sequences has them, on host and device."""
 
-    inputs: torch.Tensor  # [slots, width - 1, channels], of the convolution, the newest last
-    # Of a delta rule [slots, value heads, key dim, value dim], of a scan [slots, heads, head dim,
-    # state dim]. In bfloat16 it is rounded once a step and chunk, and computed in float32: a decay
-    # above 1 - 2^-9 a step is rounded away.
-    matrices: torch.Tensor
+    slots: np.ndarray  # int64 [sequences]
+    sources: np.ndarray  # int64 [sequences]
+    device_slots: torch.Tensor
+    device_sources: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +97,12 @@ class Scan:
 
 
 class Recurrent(ABC):
+    @property
+    def plan_in_place(self) -> Callable[[SlotTables], Any] | None:
+        """As Attention's: a plan of decodes for a captured graph, which reads the slots at their
+        addresses on the device. None where nothing can be captured."""
+        return None
+
     @abstractmethod
     def plan(self, sequences: Sequences) -> Any:
         """Prepares a step's recurrent layers, which all use the result."""

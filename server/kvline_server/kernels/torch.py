@@ -11,6 +11,7 @@ from kvline_server.kernels.interface import Fetch, Kernels
 from kvline_server.kernels.torch_attention import TorchAttention
 from kvline_server.kernels.torch_experts import TorchExperts
 from kvline_server.kernels.torch_gemms import TorchGemms
+from kvline_server.kernels.torch_recurrent import TorchRecurrent
 from kvline_server.kernels.torch_rows import TorchRows
 from kvline_server.kernels.torch_sampling import TorchSampling
 
@@ -39,6 +40,7 @@ class TorchKernels(Kernels):
         self.group = group
         self.rows = TorchRows()
         self.attention = TorchAttention(self.device, dtype, self.rows)
+        self.recurrent = TorchRecurrent(self.device)
         self.gemms = TorchGemms(self.device, dtype, self.rows, group)
         self.experts = TorchExperts(self.rows)
         self.sampling = TorchSampling()

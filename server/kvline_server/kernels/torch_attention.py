@@ -128,16 +128,19 @@ class TorchAttention(Attention):
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, MASKED)
 
-    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+    def write(
+        self, heads: Heads, rope: torch.Tensor | None, mapping: SlotMapping, cache: KVLayer
+    ) -> None:
         q, k, v = heads.split()
-        turned = rope[mapping.positions]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = (
                 self.rows.rms_norm(x, Norm(norm, heads.eps))
                 for x, norm in ((q, heads.q_norm), (k, heads.k_norm))
             )
-        heads.fused[:, : heads.queries] = _apply_rope(q, turned)
-        k = _apply_rope(k, turned)
+        if rope is not None:
+            turned = rope[mapping.positions]
+            q, k = _apply_rope(q, turned), _apply_rope(k, turned)
+        heads.fused[:, : heads.queries] = q
         page, token = mapping.slots // PAGE_SIZE, mapping.slots % PAGE_SIZE
         _store(cache.keys, (page, token), k, cache.scales.keys)
         _store(cache.values, (page, token), v, cache.scales.values)

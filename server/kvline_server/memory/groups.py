@@ -18,6 +18,9 @@ from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.memory.arena import Arena, KVLayer, KVShape
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.parts import OwnedPart
+from kvline_server.memory.state_shape import States
+
+Memory = KVLayer | States  # of a layer
 
 
 @dataclass(frozen=True, slots=True)

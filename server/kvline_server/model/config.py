@@ -6,66 +6,19 @@ the computation and is not implemented is rejected by name, before any weights a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
-from kvline_server.model import families, neutral, quantization
+from kvline_server.model import families, hybrid, neutral, quantization
 from kvline_server.model.end_tokens import end_tokens
 from kvline_server.model.fields import Fields, read_json
+from kvline_server.model.positions import Rope, YarnScaling, read_rope, rope_fields, rope_theta
 from kvline_server.model.quantization import MXFP4_BLOCK, Mxfp4, Quantization
+from kvline_server.model.sequence import Block, Kind
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
-ORIGINAL, PART = "original_max_position_embeddings", "partial_rotary_factor"
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3's frequency scaling (Llama 3.1 model card)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class LongScaling:
-    """LongRoPE (arXiv 2402.13753): a divisor of each frequency, for contexts up to the original
-    length and for longer ones, and a factor of all cosines and sines."""
-
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original_max_position: int
-    attention_factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN (arXiv 2309.00071): frequencies that turn often within the original length stay, those
-    that turn seldom are divided by `factor`, those between are mixed; and a factor of all cosines
-    and sines. It is the same for sequences of every length."""
-
-    factor: float
-    original_max_position: int
-    attention_factor: float
-    beta_fast: float = 32.0  # turns within the original length from which a frequency stays
-    beta_slow: float = 1.0  # below which it is divided
-    truncate: bool = True  # the mixed pairs begin and end at whole numbers
-    longest: int = 0  # tokens: `factor` times the original length, where the file has that
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding."""
-
-    theta: float
-    scaling: Llama3Scaling | LongScaling | YarnScaling | None = None
-    factor: float = 1.0  # divides every frequency: linear scaling
-    rotary_dim: int | None = None  # the first elements of a head, which are rotated; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +31,17 @@ class Norms:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     offset: float = 0.0  # added to the weights of every norm: 1 where the files hold weight - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of tensors, where families differ."""
+
+    decoder: str = "model."  # before all but the LM head's
+    embedding: str = "embed_tokens"
+    norm: str = "norm"  # the last one
+    attention: str = "self_attn."  # after the layer's prefix
+    mlp: str = "mlp."  # so is this
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +63,7 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     architecture: str
-    layers: int
+    layers: int  # of the file
     hidden: int
     intermediate: int  # width of the MLP, or of each expert
     heads: int
@@ -110,6 +74,10 @@ class ModelConfig:
     norm_eps: float
     rope: Rope
     local_rope: Rope | None = None  # of layers with a window, where theirs is another
+    # Of each layer its blocks, in order; none: attention, then an MLP or experts, in each.
+    kinds: tuple[tuple[Kind, ...], ...] = ()
+    recurrent: hybrid.DeltaRule | hybrid.Mamba2 | None = None  # of all recurrent layers
+    names: Names = Names()
     # Of each layer: tokens that a query sees, itself included; 0: all.
     windows: tuple[int, ...] = ()
     softmax_scale: float | None = None  # of query times key; None: 1 / sqrt(head_dim)
@@ -121,9 +89,13 @@ class ModelConfig:
     experts: Experts | None = None
     quantization: Quantization | None = None  # of fp8 weights in the files
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each block adds to the residual stream
+    logits_divisor: float = 1.0
+    rotates: bool = True  # queries and keys, by their positions
     tied_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    output_gate: bool = False  # sigmoid of a projection beside the queries', times attention
     mlp_bias: bool = False
     sinks: bool = False  # a logit of each head, in its softmax, without a value
     eos_token_ids: tuple[int, ...] = ()  # `read` gives those of the class, for files without any
@@ -135,9 +107,27 @@ class ModelConfig:
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All of them, in order."""
+        usual = Kind.ATTENTION, Kind.MLP if self.experts is None else Kind.EXPERTS
+        kinds = self.kinds or (usual,) * self.layers
+        return tuple(Block(kind, layer) for layer, own in enumerate(kinds) for kind in own)
+
+    @property
+    def mixers(self) -> tuple[Block, ...]:
+        """Those that have a memory of each sequence, in order."""
+        return tuple(block for block in self.blocks if block.kind.mixes)
+
+    @property
+    def attentions(self) -> dict[int, int]:
+        """Of those mixers that are attention: from which of them it is to its layer, in order."""
+        found = enumerate(self.mixers)
+        return {at: block.layer for at, block in found if block.kind is Kind.ATTENTION}
+
+    @property
     def every_window(self) -> tuple[int, ...]:
-        """Of each layer, 0 for none."""
-        return tuple(self.window(layer) for layer in range(self.layers))
+        """Of each attention, 0 for none."""
+        return tuple(self.window(layer) for layer in self.attentions.values())
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -261,102 +251,8 @@ def _refuse_other_windows(fields: Fields, model: ModelConfig) -> None:
     if unread and window and fields.integer("sliding_window") < model.max_position:
         raise fields.unsupported("sliding_window")
     fields.read.add("sliding_window")
+    if "layer_types" in fields.read:
+        return
     kinds = [LOCAL if model.window(layer) else GLOBAL for layer in range(model.layers)]
     if fields.value("layer_types", kinds) != kinds:
         raise fields.unsupported("layer_types", f", {kinds[0]} in every layer is")
-
-
-def rope_theta(fields: Fields, default: float) -> float:
-    """Of files that do not have it in rope_parameters."""
-    return fields.number("rope_theta", default)
-
-
-def rope_fields(fields: Fields, theta: float) -> Fields:
-    """rope_scaling, which replaces rope_parameters where a file has both, as in transformers: it is
-    what a user adds to a file. What that would lose is refused; `theta` is the family's default."""
-    newer, older = fields.section("rope_parameters"), fields.section("rope_scaling")
-    if not older.raw:
-        return newer
-    for key, usual in (("rope_theta", theta), (PART, 1.0)):
-        given = older.raw.get(key) is not None or fields.raw.get(key) is not None
-        if not given and newer.value(key, usual) != usual:
-            raise newer.unsupported(key, f" beside a rope_scaling without {key}: add it there")
-    return older
-
-
-def read_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
-    """Rotary embedding without scaling, or with linear, Llama 3's or YaRN's; `theta` is that of
-    files which have it elsewhere."""
-    theta = scaling.number("rope_theta", theta)
-    kind = rope_kind(scaling)
-    read = SCALINGS.get(kind)
-    if read is None:
-        key = "rope_type" if "rope_type" in scaling.raw else "type"
-        raise scaling.unsupported(key, f"; {', '.join(SCALINGS)} are")
-    rope = read(fields, scaling, theta)
-    # A part that is rotated is read by the family that has one; `finetuned` is the authors' note,
-    # and the original length stays in files whose scaling needs none.
-    scaling.refuse_unread(("finetuned", ORIGINAL), {PART: 1.0}, neutral.ROPE_HINTS)
-    return rope
-
-
-def rope_kind(scaling: Fields) -> str:
-    older = scaling.value("type", "default")
-    return str(scaling.value("rope_type", older))
-
-
-def _llama3(fields: Fields, scaling: Fields, theta: float) -> Rope:
-    made = Llama3Scaling(
-        factor=scaling.number("factor"),
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_position=_original_length(fields, scaling),
-    )
-    return Rope(theta, made)
-
-
-def _yarn(fields: Fields, scaling: Fields, theta: float) -> Rope:
-    if theta <= 1:
-        raise scaling.invalid("rope_theta", "more than 1 for YaRN")
-    factor = scaling.number("factor")
-    scale, all_dim = scaling.value("mscale"), scaling.value("mscale_all_dim")
-    usual = _yarn_scale(factor)
-    if scale is not None and all_dim is not None:
-        scale, all_dim = scaling.number("mscale"), scaling.number("mscale_all_dim")
-        usual = _yarn_scale(factor, scale) / _yarn_scale(factor, all_dim)
-    original = _original_length(fields, scaling)
-    if factor * original >= 2**31:
-        raise scaling.invalid("factor", f"with {original} tokens less than 2^31 in all")
-    given = scaling.value(ORIGINAL, fields.value(ORIGINAL)) is not None
-    made = YarnScaling(
-        factor=factor,
-        original_max_position=original,
-        attention_factor=scaling.number("attention_factor", usual),
-        beta_fast=scaling.number("beta_fast", 32),
-        beta_slow=scaling.number("beta_slow", 1),
-        truncate=scaling.flag("truncate", not scaling.null("truncate")),
-        longest=int(factor * original) if given else 0,
-    )
-    return Rope(theta, made)
-
-
-def _yarn_scale(factor: float, scale: float = 1.0) -> float:
-    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _original_length(fields: Fields, scaling: Fields) -> int:
-    """Beside the scaling or in it; the file's only length where neither is there."""
-    own, outer = scaling.value(ORIGINAL), fields.value(ORIGINAL)
-    if own is not None and outer is not None and own != outer:
-        raise scaling.unsupported(ORIGINAL, f" beside {ORIGINAL} {outer!r:.40}")
-    if own is not None:
-        return scaling.integer(ORIGINAL)
-    return fields.integer(ORIGINAL, fields.integer("max_position_embeddings"))
-
-
-SCALINGS: dict[str, Callable[[Fields, Fields, float], Rope]] = {
-    "default": lambda fields, scaling, theta: Rope(theta),
-    "linear": lambda fields, scaling, theta: Rope(theta, factor=scaling.number("factor")),
-    "llama3": _llama3,
-    "yarn": _yarn,
-}

@@ -1,4 +1,4 @@
-"""The decoder: a model's blocks in the order of a step, cut at the attention calls.
+"""The decoder: a model's blocks in the order of a step, cut where a mixer runs over sequences.
 
 `forward` returns hidden states and never runs the LM head; `compute_logits` runs it on the rows
 that it is given.
@@ -6,6 +6,7 @@ that it is given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,36 +18,53 @@ from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.projection import Join, Norm, Operand
+from kvline_server.kernels.recurrent import Sequences
 from kvline_server.kernels.routing import Played
-from kvline_server.memory.arena import KVLayer, KVShape, Scales
-from kvline_server.memory.groups import CacheGroup, order
+from kvline_server.memory.arena import KVShape, Scales
+from kvline_server.memory.groups import CacheGroup, Memory, order
+from kvline_server.memory.state_shape import StateShape
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
+from kvline_server.model.layer import FeedForward
 from kvline_server.model.loader import Weights
+from kvline_server.model.mixer import Made, Place, Projected
 from kvline_server.model.rope import cos_sin
+from kvline_server.model.sequence import Kind
 
 Mappings = list[SlotMapping]  # of each group of layers that share pages
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """A layer's state before attention: the residual stream and the QKV heads."""
+    """A layer's state before its mixer runs."""
 
     residual: torch.Tensor  # [rows, hidden]
-    heads: torch.Tensor  # [rows, heads + 2 * kv_heads, dim], queries first
+    projected: Projected
 
 
 def cache_groups(
     config: ModelConfig, longest: int, dtype: torch.dtype, scales: tuple[Scales, ...] = ()
 ) -> tuple[CacheGroup, ...]:
-    """Of a rank's `config`, for sequences of up to `longest` tokens; `scales` of each layer."""
-    heads = config.kv_heads, config.head_dim, dtype
+    """Of a rank's `config`, for sequences of up to `longest` tokens; `scales` of each attention.
+    Their layers are indices of the model's mixers, of which the others have states."""
+    heads, mixers = (config.kv_heads, config.head_dim, dtype), tuple(config.attentions)
     return tuple(
         CacheGroup(
-            window, layers, KVShape(len(layers), *heads, tuple(scales[i] for i in layers if scales))
+            window,
+            tuple(mixers[i] for i in own),
+            KVShape(len(own), *heads, tuple(scales[i] for i in own if scales)),
         )
-        for window, layers in order(config.every_window, longest).items()
+        for window, own in order(config.every_window, longest).items()
     )
+
+
+def state_shapes(config: ModelConfig) -> tuple[StateShape, ...]:
+    """Of the recurrent mixers of a rank's `config`, in order."""
+    sizes = config.recurrent
+    if sizes is None:
+        return ()
+    count = sum(block.kind is Kind.RECURRENT for block in config.mixers)
+    return (StateShape(sizes.inputs, sizes.matrices),) * count
 
 
 class Decoder:
@@ -55,25 +73,20 @@ class Decoder:
     ) -> None:
         """`config` is the rank's (shard.local); sequences have up to `positions` tokens."""
         self.config = config
-        groups = order(config.every_window, positions)
-        self.windows = tuple(groups)  # of each group of layers
-        self.group_of = {layer: at for at, own in enumerate(groups.values()) for layer in own}
+        groups = cache_groups(config, positions, kernels.dtype)
+        self.windows = tuple(group.window for group in groups)  # of each group of layers
+        self.group_of = {layer: at for at, own in enumerate(groups) for layer in own.layers}
         self.weights = weights
         self.kernels = kernels
         scale = torch.tensor(config.embedding_scale, dtype=kernels.dtype)
         self.embedding_scale = float(scale)  # rounded, as in training
-        ropes = [config.rope_of(index) for index in range(config.layers)]
-        tables = {
-            rope: kernels.attention.rope_table(*cos_sin(rope, config.head_dim, positions))
-            for rope in set(ropes)
-        }
-        self.ropes = [tables[rope] for rope in ropes]  # of each layer
+        self.ropes = _ropes(config, positions, kernels)
 
     def step(
         self,
         token_ids: torch.Tensor,
         mappings: Mappings,
-        cache: list[KVLayer],
+        memories: Sequence[Memory],
         layout: Layout,
         logits_indices: torch.Tensor,
         played: Played = Played.NOTHING,
@@ -85,139 +98,187 @@ class Decoder:
         padded = [SlotMapping(positions, _pad(each.slots, rows)) for each in mappings]
         given = Given(len(token_ids), played)
         plans = self.plan(layout)
-        return self.forward(_pad(token_ids, rows), padded, cache, plans, logits_indices, given)
+        return self.forward(_pad(token_ids, rows), padded, memories, plans, logits_indices, given)
 
     def plan(self, layout: Layout) -> list[Any]:
-        """Attention of a step, for each group."""
-        return [
+        """Of a step: of attention in each group of layers, then of the recurrent layers, if any."""
+        plans = [
             self.kernels.attention.plan(layout, group, window)
             for group, window in enumerate(self.windows)
         ]
+        if self.config.recurrent is not None:
+            held = layout.states
+            assert held is not None
+            rows = layout.row_starts, held.slots, held.sources, held.snapshots
+            plans.append(self.kernels.recurrent.plan(Sequences(*rows)))
+        return plans
 
     def forward(
         self,
         token_ids: torch.Tensor,
         mappings: Mappings,
-        cache: list[KVLayer],
+        memories: Sequence[Memory],
         plans: list[Any],
         logits_indices: torch.Tensor,
         given: Given | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last norm, for the LM head's rows only: after the last attention,
+        """Hidden states after the last norm, for the LM head's rows only: after the last mixer ran,
         rows no longer depend on each other. Rows that are not `given` are padding; where
-        that is on the device, logits_indices are all of them, in order.
-        token_ids [rows], logits_indices [n] -> [n, hidden]
+        that is on the device, logits_indices are all of them, in order. `memories` are those of
+        each mixer. token_ids [rows], logits_indices [n] -> [n, hidden]
 
-        The code between two attention calls is one graph segment (worker/graphs/segments.py)."""
+        The code between two mixers' runs is one graph segment (worker/graphs/segments.py)."""
         given = given or Given(len(token_ids))
-        state = self.start(token_ids, mappings, cache[0])
-        for index, kv in enumerate(cache):
-            queries = state.heads[:, : self.config.heads]
-            attended = self.attend(index, queries, kv, plans)
-            if index + 1 < len(cache):
-                next = cache[index + 1]
-                state = self.between(index, attended, state, mappings, next, given)
+        state = self.start(token_ids, mappings, memories[0], given)
+        for index, memory in enumerate(memories):
+            made = self.run(index, state.projected, memory, plans)
+            if index + 1 < len(memories):
+                next = memories[index + 1]
+                state = self.between(index, made, state, mappings, next, given)
         rows = _pad(logits_indices, self.kernels.gemms.padded(len(logits_indices)))
         last = given if given.on_device is not None else replace(given, rows=len(logits_indices))
-        made = self.finish(attended[rows], state.residual[rows], last)
-        return made[: len(logits_indices)]
+        picked = LayerState(state.residual[rows], state.projected.picked(rows))
+        return self.finish(made[rows], picked, last)[: len(logits_indices)]
 
-    def warm_up(self, rows: int, cache: list[KVLayer]) -> None:
-        """Runs every GEMM shape of a step once at this row count, in the first layers alone."""
-        device = self.kernels.device
+    def warm_up(self, rows: int, memories: Sequence[Memory]) -> None:
+        """Runs every GEMM shape of a step once at this row count, in the first layers alone that
+        have it."""
+        device, layers = self.kernels.device, self.weights.layers
         given = Given(rows)
         nothing = torch.zeros(rows, dtype=torch.int64, device=device)
         mappings = [SlotMapping(nothing, nothing)] * len(self.windows)
-        state = self.start(nothing, mappings, cache[0])
-        attended = state.residual.new_zeros((rows, self.config.heads * self.config.head_dim))
-        if len(cache) > 1:
-            state = self.between(0, attended, state, mappings, cache[1], given)
-        self.finish(attended, state.residual, given)
+        residual = self.start(nothing, mappings, memories[0], given).residual
+        for index in self.segments():
+            mixer = layers[index - 1].mixer
+            projected = mixer.split([residual.new_zeros((rows, width)) for width in mixer.widths])
+            made, state = residual.new_zeros((rows, mixer.width)), LayerState(residual, projected)
+            if index < len(layers):
+                self.between(index - 1, made, state, mappings, memories[index], given)
+            else:
+                self.finish(made, state, given)
+
+    def segments(self) -> list[int]:
+        """Those behind mixers, of which each has other GEMMs than all before it; and the last one.
+        Segment i is behind mixer i - 1, before mixer i."""
+        kinds = [layer.kind for layer in self.weights.layers]
+        first: dict[Any, int] = {}
+        for index in range(1, len(kinds)):
+            first.setdefault((kinds[index - 1], kinds[index][0]), index)
+        return [*first.values(), len(kinds)]
 
     def start(
         self,
         token_ids: torch.Tensor,
         mappings: Mappings,
-        kv: KVLayer,
-        into: torch.Tensor | None = None,
+        memory: Memory,
+        given: Given,
+        into: Made | None = None,
     ) -> LayerState:
-        """From token ids to the first layer's queries, with keys and values in the cache; the heads
-        are written to `into` if given."""
-        attention = self.weights.layers[0].attention
+        """From token ids to the first mixer's first half, which is written to `into` if given."""
         residual = self.weights.embedding[token_ids]
         if self.embedding_scale != 1.0:
             residual *= self.embedding_scale
-        before = attention.before
-        x = residual if before is None else self.kernels.rows.rms_norm(residual, before)
-        mapping = mappings[self.group_of[0]]
-        heads = attention.project(self.kernels, Operand(x), self.ropes[0], mapping, kv, into)
-        return LayerState(residual, heads)
+        blocks, mixer = self.weights.first, self.weights.layers[0].mixer
+        before = blocks[0].before if blocks else mixer.before
+        x = Operand(residual if before is None else self.kernels.rows.rms_norm(residual, before))
+        x = self._through(blocks, x, residual, mixer.before, given)
+        place = self._place(0, mappings)
+        return LayerState(residual, mixer.project(self.kernels, x, memory, place, into))
 
-    def attend(
+    def run(
         self,
         index: int,
-        queries: torch.Tensor,
-        kv: KVLayer,
+        projected: Projected,
+        memory: Memory,
         plans: list[Any],
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layer `index`'s attention. queries [rows, heads, dim] -> [rows, heads * dim]"""
-        plan, scale = plans[self.group_of[index]], self.config.softmax_scale
-        sinks = self.weights.layers[index].attention.sinks
-        return self.kernels.attention.attend(queries, kv, plan, out, scale, sinks)
+        """Mixer `index` over the step's sequences. -> [rows, width]"""
+        plan = plans[self.group_of.get(index, len(self.windows))]
+        mixer = self.weights.layers[index].mixer
+        return mixer.run(self.kernels, projected.inputs, memory, plan, out)
 
     def between(
         self,
         index: int,
-        attended: torch.Tensor,
+        made: torch.Tensor,
         state: LayerState,
         mappings: Mappings,
-        kv: KVLayer,
+        memory: Memory,
         given: Given,
-        into: torch.Tensor | None = None,
+        into: Made | None = None,
     ) -> LayerState:
-        """From the attention of layer `index` to the queries of the next layer. Overwrites the
-        residual: a captured segment finds it where it was."""
-        attention, rope = self.weights.layers[index + 1].attention, self.ropes[index + 1]
-        x = self._after(index, attended, state.residual, attention.before, given)
-        mapping = mappings[self.group_of[index + 1]]
-        heads = attention.project(self.kernels, x, rope, mapping, kv, into)
-        return LayerState(state.residual, heads)
+        """From what mixer `index` made to the first half of the next one. Overwrites the residual:
+        a captured segment finds it where it was."""
+        mixer = self.weights.layers[index + 1].mixer
+        x = self._after(index, made, state, mixer.before, given)
+        place = self._place(index + 1, mappings)
+        return LayerState(state.residual, mixer.project(self.kernels, x, memory, place, into))
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor, given: Given) -> torch.Tensor:
-        """From the last layer's attention to hidden states."""
+    def finish(self, made: torch.Tensor, state: LayerState, given: Given) -> torch.Tensor:
+        """From what the last mixer made to hidden states."""
         last = len(self.weights.layers) - 1
-        x = self._after(last, attended, residual, self.weights.norm, given)
+        x = self._after(last, made, state, self.weights.norm, given)
         return self.kernels.gemms.settle(x)
 
+    def _place(self, index: int, mappings: Mappings) -> Place:
+        """A recurrence knows no positions, whatever they are."""
+        return Place(mappings[self.group_of.get(index, 0)], self.ropes.get(index))
+
     def _after(
+        self, index: int, made: torch.Tensor, state: LayerState, norm: Norm | None, given: Given
+    ) -> Operand:
+        """From what a mixer made to the input of what follows its layer, whose norm is given."""
+        layer = self.weights.layers[index]
+        mixer, blocks = layer.mixer, layer.blocks
+        before = blocks[0].before if blocks else norm
+        then = Join(state.residual, mixer.after, before, self.config.residual_scale)
+        x = mixer.finish(self.kernels, made, state.projected.gate, then)
+        return self._through(blocks, x, state.residual, norm, given)
+
+    def _through(
         self,
-        index: int,
-        attended: torch.Tensor,
+        blocks: list[FeedForward],
+        x: Operand,
         residual: torch.Tensor,
         norm: Norm | None,
         given: Given,
     ) -> Operand:
-        """From a layer's attention to the input of what follows the layer, whose norm is given."""
-        layer, kernels = self.weights.layers[index], self.kernels
-        attention, mlp = layer.attention, layer.mlp
-        then = Join(residual, attention.after, mlp.before)
-        x = kernels.gemms.project(Operand(attended), attention.output, then)
-        return mlp(kernels, x, residual, norm, given)
+        """Blocks one after the other, each with the norm of what follows it."""
+        for at, block in enumerate(blocks):
+            before = norm if block is blocks[-1] else blocks[at + 1].before
+            x = block(self.kernels, x, residual, before, given)
+        return x
 
     def gemm_weights(self) -> list[list[Weight]]:
-        """One list per GEMM of a layer, with its weight of each layer."""
-        layers = self.weights.layers
-        every = [(a.attention.qkv, a.attention.output, *a.mlp.projections) for a in layers]
-        return [[one.weight for one in kind] for kind in zip(*every, strict=True)]
+        """One list per GEMM of a layer, with its weight of each layer that has it."""
+        every: dict[Any, list[Weight]] = {}
+        for layer in self.weights.layers:
+            for block in (layer.mixer, *layer.blocks):
+                for at, one in enumerate(block.projections):
+                    kind = type(block), at, tuple(one.weight.shape)
+                    every.setdefault(kind, []).append(one.weight)
+        return list(every.values())
 
     def experts(self) -> list[Experts]:
-        """Each layer's mixture; none of a dense model."""
+        """All mixtures, in order; none of a dense model."""
         return self.weights.experts()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given, of this rank's tokens. [rows, hidden] -> [rows, tokens]"""
-        return self.kernels.gemms.logits(hidden, self.weights.head)
+        logits = self.kernels.gemms.logits(hidden, self.weights.head)
+        divisor = self.config.logits_divisor
+        return logits if divisor == 1.0 else logits.div_(divisor)
+
+
+def _ropes(config: ModelConfig, positions: int, kernels: Kernels) -> dict[int, torch.Tensor]:
+    """The rotary table of each attention, by the mixer that it is."""
+    ropes = {at: config.rope_of(layer) for at, layer in config.attentions.items()}
+    tables = {
+        rope: kernels.attention.rope_table(*cos_sin(rope, config.head_dim, positions))
+        for rope in set(ropes.values() if config.rotates else ())
+    }
+    return {at: tables[rope] for at, rope in ropes.items() if config.rotates}
 
 
 def _pad(values: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,37 +1,25 @@
-"""The gated delta rule as a block, in the place of attention.
-
-The rule runs between the two halves of the block, as an attention call does between those of
-Attention: `project` ends a segment of a captured graph, `finish` begins the next one.
-"""
+"""The gated delta rule as a mixer, in the place of attention."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvline_server.kernels import recurrent as kernel
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.projection import Join, Norm, Operand, Projection
-from kvline_server.kernels.recurrent import Recurrent, States
+from kvline_server.kernels.projection import Join, Norm, Operand, Projection, Store
+from kvline_server.kernels.recurrent import States
+from kvline_server.memory.groups import Memory
 from kvline_server.model import hybrid
 from kvline_server.model.blocks import layer_norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.linear import Output, Rows, Tensors, fused, projection
+from kvline_server.model.mixer import Made, Mixer, Place, Projected
 from kvline_server.model.recurrent_weights import convolution, decay
 
 
-@dataclass(frozen=True, slots=True)
-class Projected:
-    """Of one layer, between the halves of its block."""
-
-    qkv: torch.Tensor  # [rows, queries, keys and values of all heads]
-    gate: torch.Tensor  # [rows, value_heads * value_dim], strided as qkv is
-    ba: torch.Tensor  # [rows, 2 * value_heads]
-
-
-class DeltaRule:
+class DeltaRule(Mixer):
     def __init__(
         self, tensors: Tensors, config: ModelConfig, rule: hybrid.DeltaRule, at: str
     ) -> None:
@@ -63,39 +51,44 @@ class DeltaRule:
         self.norm, self.gate = Norm(tensors.get(weight), c.norm_eps), rule.gate
         output = [Rows(own + "out_proj", range(c.hidden), c.hidden)]
         self.output = projection(tensors, output, rule.values, own=values)
+        self.width = self.sizes.values
+        self.widths = (self.sizes.inputs[1] + self.width, 2 * self.sizes.value_heads)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return self.qkvz, self.ba, self.output
 
-    def project(self, kernels: Kernels, x: Operand) -> Projected:
-        """x [rows, hidden]"""
+    def project(
+        self, kernels: Kernels, x: Operand, memory: Memory, place: Place, into: Made | None = None
+    ) -> Projected:
         settled = Operand(kernels.gemms.settle(x))
-        both = kernels.gemms.project(settled, self.qkvz).rows
-        qkv, gate = torch.split(both, [self.sizes.inputs[1], self.sizes.values], dim=1)
-        return Projected(qkv, gate, kernels.gemms.project(settled, self.ba).rows)
+        stores = [Store(each) for each in into or (None, None)]
+        both = zip((self.qkvz, self.ba), stores, strict=True)
+        return self.split([kernels.gemms.project(settled, *each).rows for each in both])
+
+    def split(self, made: Made) -> Projected:
+        """Queries, keys and values of all heads, then b and a; the gate is strided as they are."""
+        qkvz, ba = made
+        qkv, gate = torch.split(qkvz, [self.sizes.inputs[1], self.width], dim=1)
+        return Projected((qkv, ba), gate)
 
     def run(
         self,
-        recurrent: Recurrent,
-        projected: Projected,
-        states: States,
+        kernels: Kernels,
+        inputs: tuple[torch.Tensor, ...],
+        memory: Memory,
         plan: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rule, which updates the states. -> [rows, value_heads * value_dim]"""
-        return recurrent.delta_rule(projected.qkv, projected.ba, self.layer, states, plan, out)
+        assert isinstance(memory, States)
+        qkv, ba = inputs
+        return kernels.recurrent.delta_rule(qkv, ba, self.layer, memory, plan, out)
 
     def finish(
-        self,
-        kernels: Kernels,
-        recurrent: Recurrent,
-        made: torch.Tensor,
-        projected: Projected,
-        then: Join,
+        self, kernels: Kernels, made: torch.Tensor, gate: torch.Tensor | None, then: Join
     ) -> Operand:
-        """From the rule to the residual, with the norm of what follows. `made` is what run gave."""
-        gated = recurrent.norm_then_gate(made, projected.gate, self.norm, self.gate)
+        assert gate is not None
+        gated = kernels.recurrent.norm_then_gate(made, gate, self.norm, self.gate)
         return kernels.gemms.project(Operand(gated), self.output, then)
 
 

@@ -29,6 +29,7 @@ class Experts:
         own, every = at + many.at, range(many.count)
         self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
+        self.scale = c.residual_scale
         router = [Rows(own + many.router, every, many.count)]
         self.router = projection(tensors, router, c.hidden, many.stacked)
         before = tensors.counts.copy()
@@ -47,4 +48,4 @@ class Experts:
         settled = kernels.gemms.settle(x)
         logits = kernels.gemms.project(Operand(settled), self.router).rows
         made = kernels.experts.run(settled, logits, self.layer, self.routing, given)
-        return kernels.gemms.join(made, Join(residual, self.after, norm))
+        return kernels.gemms.join(made, Join(residual, self.after, norm, self.scale))

@@ -87,6 +87,7 @@ class Tensors:
         self.keeps_fp8 = kernels is not None and kernels.gemms.keeps_fp8
         self._experts = None if kernels is None else kernels.experts
         self.counts: Counter[torch.dtype | None] = Counter()  # elements; None: of the model's dtype
+        self.scales = 0  # elements of weights' scales
         self.padding = 0  # bytes that the kernels' layout of experts in MXFP4 adds
 
     @property
@@ -124,7 +125,9 @@ class Tensors:
             for part in parts
         ]
         across = None if own is None or kept.block is None else _blocks(own, width)
+        before = self.counts[torch.float32]
         scales = self.get(scaled, -(-columns // width), across, dtype=torch.float32)
+        self.scales += self.counts[torch.float32] - before
         return self.pack(Fp8Weight(values, scales, kept.block is not None))
 
     def _kept(self, parts: Sequence[Rows], columns: int, own: range | None) -> Quantization | None:

@@ -21,11 +21,11 @@ from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.mxfp4 import BIAS, NAN, Mxfp4Weight, PackedMxfp4
 from kvline_server.memory.parts import OwnedPart
+from kvline_server.model import layer
 from kvline_server.model.blocks import norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
 from kvline_server.model.files import open_weights, weight_files
-from kvline_server.model.layer import Layer
 from kvline_server.model.linear import Rows, Tensors, TensorSource
 from kvline_server.model.quantization import MXFP4_SCALES, Quantization
 from kvline_server.model.shard import WHOLE, Shard
@@ -45,14 +45,16 @@ class Weights:
 
     def __init__(self, tensors: Tensors, config: ModelConfig) -> None:
         c, own = config, own_tokens(config, tensors.shard)
-        every = Rows("model.embed_tokens.weight", range(c.vocabulary), c.vocabulary)
+        at, names = c.names.decoder, c.names
+        every = Rows(f"{at}{names.embedding}.weight", range(c.vocabulary), c.vocabulary)
         self.embedding = tensors.get([every], c.hidden)
-        self.layers = [Layer(tensors, c, index) for index in range(c.layers)]
-        self.norm = norm(tensors, c, "model.norm", c.hidden)
+        self.first, self.layers = layer.read(tensors, c)
+        self.norm = norm(tensors, c, at + names.norm, c.hidden)
         self.head = self.embedding[own.start : own.stop]  # a view [own tokens, hidden]
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
         self.counts = tensors.counts  # elements by dtype
+        self.scales = tensors.scales  # elements
         self.padding = tensors.padding  # bytes
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -65,8 +67,7 @@ class Weights:
 
     def parts(self) -> tuple[OwnedPart, ...]:
         layers, size = self.experts(), self.embedding.dtype
-        sinks = sum(each.numel() for a in self.layers if (each := a.attention.sinks) is not None)
-        of_linears = (self.counts[torch.float32] - sinks) * 4
+        of_linears = self.scales * 4
         scales = of_linears + self.expert_scales
         experts = sum(each.layer.nbytes for each in layers) - self.expert_scales
         of_experts = sum(_nbytes(each.counts, size) for each in layers)
@@ -76,8 +77,9 @@ class Weights:
         return tuple(OwnedPart(name, n, detail=details.get(name)) for name, n in sizes.items() if n)
 
     def experts(self) -> list[Experts]:
-        """Each layer's; none of a dense model."""
-        return [each.mlp for each in self.layers if isinstance(each.mlp, Experts)]
+        """All mixtures, in order; none of a dense model."""
+        blocks = [block for own in (self.first, *(a.blocks for a in self.layers)) for block in own]
+        return [block for block in blocks if isinstance(block, Experts)]
 
     @property
     def expert_scales(self) -> int:

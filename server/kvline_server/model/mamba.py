@@ -1,8 +1,7 @@
-"""Mamba2 as a block, in the place of attention: in two halves, as delta_rule.DeltaRule."""
+"""Mamba2 as a mixer, in the place of attention."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,39 +9,23 @@ from torch.nn.functional import silu
 
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.projection import Join, Norm, Operand, Projection, Store
-from kvline_server.kernels.recurrent import Recurrent, Scan, States
+from kvline_server.kernels.recurrent import Scan, States
+from kvline_server.memory.groups import Memory
 from kvline_server.model.blocks import layer_norm, norm_across
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.hybrid import Mamba2
 from kvline_server.model.linear import Output, Rows, Tensors, fused, projection
+from kvline_server.model.mixer import Made, Mixer, Place, Projected
 from kvline_server.model.recurrent_weights import convolution, decay, in_float32
 
 
-@dataclass(frozen=True, slots=True)
-class Projected:
-    """Of one layer, between the halves of its block: parts of one GEMM's output."""
-
-    gate: torch.Tensor  # [rows, heads * head_dim]
-    xbc: torch.Tensor  # [rows, heads * head_dim + 2 * groups * state_dim]
-    dt: torch.Tensor  # [rows, heads]
-
-
-class Mamba:
-    def __init__(
-        self,
-        tensors: Tensors,
-        config: ModelConfig,
-        mamba: Mamba2,
-        at: str,
-        norm: str | None,
-        multiplier: float = 1.0,
-    ) -> None:
-        """`at` is the prefix of the layer's tensors, `norm` the name of the one before it. What it
-        adds to the residual is multiplied by `multiplier` (Granite's residual_multiplier). A rank
-        has some heads, with their groups; the one group is on all ranks."""
+class Mamba(Mixer):
+    def __init__(self, tensors: Tensors, config: ModelConfig, mamba: Mamba2, at: str) -> None:
+        """`at` is the prefix of the layer's tensors. A rank has some heads, with their groups; the
+        one group is on all ranks."""
         c, m, own, shard = config, mamba, at + mamba.at, tensors.shard
-        self.before = layer_norm(tensors, c, at, norm)
-        self.multiplier = multiplier
+        self.before = layer_norm(tensors, c, at, c.norms.before_attention)
+        self.after = layer_norm(tensors, c, at, c.norms.after_attention)
         heads, inner, dim = shard.of(m.heads), shard.of(m.inner), m.state_dim
         self.sizes = m.share(shard.ranks)  # of this rank
         self.across = m.groups == 1 and shard.ranks > 1  # the norm's elements are on all ranks
@@ -67,45 +50,45 @@ class Mamba:
         self.norm = Norm(weight, c.norm_eps)
         output = [Rows(own + "out_proj", range(c.hidden), c.hidden)]
         self.output = projection(tensors, output, m.inner, m.bias, inner)
+        self.width = self.sizes.inner
+        self.widths = (self.width + self.sizes.inputs[1] + self.sizes.heads,)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return self.inputs, self.output
 
-    def project(self, kernels: Kernels, x: Operand) -> Projected:
-        """x [rows, hidden]"""
-        every = kernels.gemms.project(x, self.inputs).rows
-        sizes = [self.sizes.inner, self.sizes.inputs[1], self.sizes.heads]
-        return Projected(*torch.split(every, sizes, dim=1))
+    def project(
+        self, kernels: Kernels, x: Operand, memory: Memory, place: Place, into: Made | None = None
+    ) -> Projected:
+        store = Store(None if into is None else into[0])
+        return self.split([kernels.gemms.project(x, self.inputs, store).rows])
+
+    def split(self, made: Made) -> Projected:
+        (every,) = made
+        sizes = [self.width, self.sizes.inputs[1], self.sizes.heads]
+        gate, xbc, dt = torch.split(every, sizes, dim=1)
+        return Projected((xbc, dt), gate)
 
     def run(
         self,
-        recurrent: Recurrent,
-        projected: Projected,
-        states: States,
+        kernels: Kernels,
+        inputs: tuple[torch.Tensor, ...],
+        memory: Memory,
         plan: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The scan, which updates the states. -> [rows, heads * head_dim]"""
-        return recurrent.scan(projected.xbc, projected.dt, self.layer, states, plan, out)
+        assert isinstance(memory, States)
+        xbc, dt = inputs
+        return kernels.recurrent.scan(xbc, dt, self.layer, memory, plan, out)
 
     def finish(
-        self,
-        kernels: Kernels,
-        recurrent: Recurrent,
-        made: torch.Tensor,
-        projected: Projected,
-        then: Join,
+        self, kernels: Kernels, made: torch.Tensor, gate: torch.Tensor | None, then: Join
     ) -> Operand:
-        """From the scan to the residual, with the norm of what follows. `made` is what run gave."""
+        assert gate is not None
         if self.across:
-            gated = made.float() * silu(projected.gate.float())
+            gated = made.float() * silu(gate.float())
             norm_across(kernels, [(gated, self.norm)])
             gated = gated.to(made.dtype)
         else:
-            gated = recurrent.gate_then_norm(made, projected.gate, self.norm, self.layer.groups)
-        if self.multiplier == 1.0:
-            return kernels.gemms.project(Operand(gated), self.output, then)
-        store = Store(kernels.group.buffer(len(gated), len(self.output)))
-        summed = kernels.gemms.project(Operand(gated), self.output, store).rows
-        return kernels.gemms.join(summed.mul_(self.multiplier), then)
+            gated = kernels.recurrent.gate_then_norm(made, gate, self.norm, self.layer.groups)
+        return kernels.gemms.project(Operand(gated), self.output, then)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from kvline_server.model.config import Llama3Scaling, LongScaling, Rope, YarnScaling
+from kvline_server.model.positions import Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
 def cos_sin(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,19 +2,22 @@
 place. What is written follows from how the fields are declared.
 
 A field is an array of a named type (`NDArray[np.int64]`, one axis), an int or an IntEnum, a
-dataclass, or a tuple of any number of one of these (`tuple[LogitsEdits, ...]`).
+dataclass, a dataclass that may be missing (`StateLayout | None`), or a tuple of any number of one
+of these (`tuple[LogitsEdits, ...]`).
 """
 
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
+from types import NoneType, UnionType
 from typing import (
     Any,
     ClassVar,
     Generic,
     Protocol,
     TypeVar,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -104,6 +107,22 @@ class _Tuple:
         return WORD
 
 
+class _Optional:
+    def __init__(self, item: _Field) -> None:
+        self._item = item
+
+    def put(self, value: Any, into: _Parts) -> None:
+        into.numbers.append(value is not None)
+        if value is not None:
+            self._item.put(value, into)
+
+    def take(self, source: _Reader) -> Any:
+        return self._item.take(source) if next(source.numbers) else None
+
+    def size(self, most: int) -> int:
+        return WORD + self._item.size(most)
+
+
 class Record(Generic[T]):
     """How a dataclass is written and read. Raises TypeError where a field is declared as anything
     else than the above, as an array without its type."""
@@ -157,6 +176,8 @@ def _field(declared: Any, name: str) -> _Field:
             return _Array(np.dtype(kind))
     if origin is tuple and given[1:] == (...,):
         return _Tuple(_field(given[0], name))
+    if origin in (Union, UnionType) and given[1:] == (NoneType,):
+        return _Optional(_field(given[0], name))
     if isinstance(declared, type) and issubclass(declared, int):
         return _Number(declared)
     if isinstance(declared, type) and is_dataclass(declared):

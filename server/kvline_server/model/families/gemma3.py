@@ -6,17 +6,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kvline_server.model.config import (
-    GLOBAL,
-    LOCAL,
-    ModelConfig,
-    Norms,
-    dense,
-    kinds_of_layers,
-    read_rope,
-    rope_theta,
-)
+from kvline_server.model.config import GLOBAL, LOCAL, ModelConfig, Norms, dense, kinds_of_layers
 from kvline_server.model.fields import Fields
+from kvline_server.model.positions import read_rope, rope_theta
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 MODEL_TYPE = "gemma3_text"

@@ -6,21 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvline_server.model.config import (
-    GLOBAL,
-    LOCAL,
+from kvline_server.model.config import GLOBAL, LOCAL, ModelConfig, dense, experts, kinds_of_layers
+from kvline_server.model.fields import Fields
+from kvline_server.model.positions import (
     ORIGINAL,
-    ModelConfig,
     Rope,
     YarnScaling,
-    dense,
-    experts,
-    kinds_of_layers,
     read_rope,
     rope_fields,
     rope_theta,
 )
-from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"

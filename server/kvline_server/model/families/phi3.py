@@ -6,20 +6,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kvline_server.model.config import (
+from kvline_server.model.config import ModelConfig, dense, every_window
+from kvline_server.model.fields import Fields
+from kvline_server.model.positions import (
     ORIGINAL,
     PART,
     LongScaling,
-    ModelConfig,
     Rope,
-    dense,
-    every_window,
     read_rope,
     rope_fields,
     rope_kind,
     rope_theta,
 )
-from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Phi3ForCausalLM"
 MODEL_TYPE = "phi3"

@@ -1,5 +1,6 @@
-"""Whole steps as CUDA graphs: decodes alone, attention inside, one graph a row count. To attention
-each row is a sequence, so that graphs do not depend on how many draft tokens each decode has.
+"""Whole steps as CUDA graphs: decodes alone, mixers inside, one graph a row count. To attention
+each row is a sequence, so that graphs do not depend on how many draft tokens each decode has; with
+recurrent layers, whose state goes on from row to row, they are for steps without any.
 
 A GPU runs the kernels of few rows faster than the host launches them, even between attentions
 alone. All that a graph reads is at fixed addresses: one copy from pinned memory brings a step's
@@ -8,7 +9,7 @@ inputs, and attention is planned into a fixed workspace. Padding rows attend to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from kvline_contract.launch import MAX_DRAFT_TOKENS
 from kvline_server.kernels.attention import PageTables, SlotMapping
 from kvline_server.kernels.experts import Given
 from kvline_server.kernels.layout import GroupLayout
+from kvline_server.kernels.recurrent import DUMMY, SlotTables
 from kvline_server.kernels.row_counts import captured, padded
-from kvline_server.memory.arena import KVLayer
-from kvline_server.memory.groups import GroupedArena, pages_at_most
+from kvline_server.memory.groups import GroupedArena, Memory, pages_at_most
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs.pool import GraphPool
@@ -65,7 +66,7 @@ class _Inputs:
 
     def __init__(self, rows: int, pages: list[int], **options: Any) -> None:
         """For `rows` sequences with so many pages in each group; `options` of torch.zeros."""
-        fixed = rows * (8 + 8 + 4 + 4 + len(pages) * (8 + 4 + 4)) + 256 * (1 + len(pages))
+        fixed = rows * (8 + 8 + 8 + 8 + 4 + 4 + len(pages) * (8 + 4 + 4)) + 256 * (1 + len(pages))
         size = fixed + sum(4 * count + 16 for count in pages)
         self.buffer = torch.zeros(size, dtype=torch.uint8, **options)
         views = _Views(self.buffer)
@@ -75,6 +76,7 @@ class _Inputs:
             torch.int64, rows
         )  # whose last token it is, by request index, or UNREAD
         self.positions = views.next(torch.int32, rows)
+        self.written, self.read = (views.next(torch.int64, rows) for _ in range(2))  # states' slots
         self.row_starts = views.next(torch.int32, rows + 1)
         self.groups = [_GroupInputs(views, rows) for _ in pages]
         for group, count in zip(self.groups, pages, strict=True):
@@ -112,10 +114,10 @@ class WholeSteps:
 
     def fits(self, step: Step) -> bool:
         """Whether it is one of decodes alone, which are all sampled."""
-        rows = len(step.tokens)
-        return rows <= self.max_rows and rows == step.layout.decode_rows == len(
-            step.sampled_requests
-        )
+        rows, layout = len(step.tokens), step.layout
+        if layout.states is not None and rows != layout.decodes:
+            return False
+        return rows <= self.max_rows and rows == layout.decode_rows == len(step.sampled_requests)
 
     def run(self, step: Step) -> torch.Tensor:
         """Graphs.run, of a step that fits; logits_indices are all its rows."""
@@ -135,6 +137,10 @@ class WholeSteps:
         unread = host.unread.numpy()[:count]
         unread.fill(UNREAD)
         unread[step.pending_rows] = step.pending_requests
+        if (states := layout.states) is not None:
+            assert states.snapshots is None  # of prompts
+            host.written.numpy()[:count] = _with_pads(states.slots, count, DUMMY)
+            host.read.numpy()[:count] = _with_pads(states.sources, count, DUMMY)
         row_starts = np.arange(count + 1, dtype=np.int32)
         host.row_starts.numpy()[: count + 1] = row_starts
         pairs = list(zip(host.groups, layout.groups, strict=True))
@@ -146,6 +152,14 @@ class WholeSteps:
             start = into.at + into.pages.nbytes
         for index, (page_starts, lengths) in enumerate(placed):
             self._plan(index, row_starts, page_starts, lengths)
+        if layout.states is not None:
+            self._plan_states(host.written.numpy()[:count], host.read.numpy()[:count])
+
+    def _plan_states(self, slots: np.ndarray, sources: np.ndarray) -> Any:
+        rows, device = len(slots), self.device
+        plan = self.decoder.kernels.recurrent.plan_in_place
+        assert plan is not None
+        return plan(SlotTables(slots, sources, device.written[:rows], device.read[:rows]))
 
     def _plan(
         self, index: int, row_starts: np.ndarray, page_starts: np.ndarray, lengths: np.ndarray
@@ -163,7 +177,7 @@ class WholeSteps:
         )
         return self.plan_in_place(tables, self.decoder.windows[index])
 
-    def _capture_all(self, cache: list[KVLayer]) -> None:
+    def _capture_all(self, memories: Sequence[Memory]) -> None:
         with self._pool.stream():
             for rows in reversed(captured(self.max_rows)):
                 starts = np.arange(rows + 1, dtype=np.int32)
@@ -177,11 +191,14 @@ class WholeSteps:
                     group.last_page.fill_(1)
                     ones = np.ones(rows, dtype=np.int32)
                     plans.append(self._plan(index, starts, starts, ones))
-                self._run(rows, cache, plans)
-                piece = partial(self._run, rows, cache, plans)
+                if self.decoder.config.recurrent is not None:
+                    dummies = np.full(rows, DUMMY)
+                    plans.append(self._plan_states(dummies, dummies))
+                self._run(rows, memories, plans)
+                piece = partial(self._run, rows, memories, plans)
                 (self._graphs[rows],) = self._pool.capture([piece])
 
-    def _run(self, rows: int, cache: list[KVLayer], plans: list[Any]) -> None:
+    def _run(self, rows: int, memories: Sequence[Memory], plans: list[Any]) -> None:
         inputs = self.device
         unread = inputs.unread[:rows]
         last = self.last_tokens[unread.clamp(min=0)]
@@ -190,7 +207,7 @@ class WholeSteps:
         mappings = [SlotMapping(positions, group.slots[:rows]) for group in inputs.groups]
         every = self.every[:rows]
         given = Given(rows, on_device=inputs.given)
-        made = self.decoder.forward(tokens, mappings, cache, plans, every, given)
+        made = self.decoder.forward(tokens, mappings, memories, plans, every, given)
         self.hidden[:rows].copy_(made)
 
 
