@@ -51,6 +51,7 @@ def main(names: list[str]) -> int:
             "quality",
             "spread",
             "hits",
+            "snapshots",
             "ngram",
             "host",
             "grammars",

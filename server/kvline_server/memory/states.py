@@ -7,7 +7,7 @@ by running sequences + snapshots == total. Slot 0 is the dummy of padding; it is
 A state has a fixed size and stands at one token, so a prefix is found only as far as a snapshot
 stands at its end. Snapshots are at multiples of BOUNDARY tokens, under the key of the page that
 ends there (pages.extend_chain). They have the slots that running sequences leave: an admission
-always gets one, and evicts for it.
+always gets one, and evicts for it what is worth least (snapshots.py).
 
 Most are made without a copy. A step may read one slot and write another: at a boundary a sequence
 goes on in another slot, and the one that it leaves is the snapshot. Only a boundary within a chunk
@@ -29,27 +29,16 @@ run in that order on the device.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.snapshots import Idle, Snapshot
 
 DUMMY_SLOT = 0
 BOUNDARY = 64  # tokens; whole pages, and whole chunks of the kernels
 PAGES = BOUNDARY // PAGE_SIZE
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    key: bytes
-    slot: int
-    readers: int = 0  # sequences whose step that reads it is not launched yet
-    reads: int = 0  # sequences that went on from it
-    shared: bool = False  # different sequences go on from it
-    decoding: bool = False  # of a sequence that runs and will leave a later one in its place
-    confirmed: bool = False  # a result that depends on it was finite
 
 
 class StateStep(NamedTuple):
@@ -70,6 +59,7 @@ class StateTable:
     prompt: int  # tokens that it had when it was admitted
     boundaries: tuple[int, ...]  # of snapshots that the steps of its prompt make
     branch: int  # that of them behind which others went on; 0: none
+    shared: int  # tokens of the last snapshot before it that others share
     decoding: Snapshot | None = None  # the last one that it left while decoding
     unconfirmed: list[tuple[int, Snapshot]] = field(default_factory=list)  # by their tokens
 
@@ -95,12 +85,8 @@ class StatePool:
         self._free = list(range(self.total, DUMMY_SLOT, -1))
         self._used: set[int] = set()
         self._of: dict[bytes, Snapshot] = {}
-        # Evicted in this order, each by the time of its last use: those that a conversation has
-        # passed, then the others. Held ones are in neither.
-        self._passed: OrderedDict[Snapshot, None] = OrderedDict()
-        self._live: OrderedDict[Snapshot, None] = OrderedDict()
-        self._held: set[Snapshot] = set()
-        self._decoding = 0
+        self._idle = Idle()
+        self._held: set[Snapshot] = set()  # by sequences that are to read them
         # Of the step that is launched next.
         self._written: dict[bytes, Snapshot] = {}
         self._read: list[Snapshot] = []
@@ -116,7 +102,7 @@ class StatePool:
     @property
     def cached(self) -> int:
         """Snapshots, those that the next launch writes included."""
-        return len(self._passed) + len(self._live) + len(self._held) + len(self._written)
+        return len(self._idle) + len(self._held) + len(self._written)
 
     def reach(self, keys: Sequence[bytes]) -> int:
         """How many pages of these contents, which the page pool has, end where a snapshot stands;
@@ -140,9 +126,10 @@ class StatePool:
         # The last token is computed whatever the cache has: an equal prompt needs a state before.
         wanted = {known, (tokens - 1) // BOUNDARY * BOUNDARY}
         boundaries = tuple(sorted(each for each in wanted if each > start))
-        source = self._use(keys, reach) if reach else None
         branch = known if known > start else 0
-        table = StateTable(StateStep(0, 0), source, not reach, tokens, boundaries, branch)
+        source, shared = self._use(keys, reach) if reach else (None, 0)
+        steady = StateStep(DUMMY_SLOT, DUMMY_SLOT)
+        table = StateTable(steady, source, not reach, tokens, boundaries, branch, shared)
         if source is not None and not source.confirmed:
             table.unconfirmed.append((start, source))
         if source is None or source.readers or len(self._held) < self.snapshots:
@@ -173,11 +160,11 @@ class StatePool:
             self._leave(table, start, keys)
         kept = []
         for boundary in table.boundaries:
-            if start < boundary <= start + rows and not start % BOUNDARY:
+            if start < boundary <= start + rows:  # of a start at a boundary too
                 key = self._missing(keys, boundary)
                 slot = None if key is None else self._room()
                 if key is not None and slot is not None:
-                    self._write(Snapshot(key, slot), boundary, table)
+                    self._write(key, slot, boundary, table)
                     kept.append((boundary - start, slot))
         return StateStep(table.slot, source, tuple(kept))
 
@@ -187,7 +174,7 @@ class StatePool:
             self._unhold(snapshot)
         for key, snapshot in self._written.items():
             self._of[key] = snapshot
-            self._live[snapshot] = None
+            self._idle.add(snapshot)
         self._read.clear()
         self._written.clear()
 
@@ -220,10 +207,9 @@ class StatePool:
         assert not self._written, "a planned step is not launched"
         if table.source is not None:
             self._unhold(table.source)
-        if table.decoding is not None:
-            self._end_decoding(table.decoding)
-            if table.decoding in self._live:
-                self._live.move_to_end(table.decoding)
+        if table.decoding is not None and table.decoding in self._idle:
+            table.decoding.decoding = False
+            self._idle.add(table.decoding)
         self._used.remove(table.slot)
         key = None
         if table.begun and computed and not computed % BOUNDARY:
@@ -231,13 +217,14 @@ class StatePool:
         if key is None:
             self._free.append(table.slot)
         else:
-            left = Snapshot(key, table.slot, confirmed=computed <= confirmed)
+            left = Snapshot(key, table.slot, computed - table.shared)
+            left.confirmed = computed <= confirmed
             self._of[key] = left
-            self._live[left] = None
+            self._idle.add(left)
 
     def check(self, tables: Sequence[StateTable]) -> None:
         """Raises AssertionError where an invariant does not hold; `tables` are all running."""
-        snapshots = [*self._passed, *self._live, *self._held, *self._written.values()]
+        snapshots = [*self._idle, *self._held, *self._written.values()]
         slots = [*self._free, *self._used, *(each.slot for each in snapshots)]
         assert sorted(slots) == list(range(1, self.total + 1)), "a slot is lost, or in two states"
         assert sorted(each.slot for each in tables) == sorted(self._used), "a slot nobody has"
@@ -245,25 +232,34 @@ class StatePool:
         assert len(self._held) <= self.snapshots, "an admission may lack a slot"
         found = set(self._of.values())
         assert all(key == each.key for key, each in self._of.items()), "keys disagree"
-        assert found >= {*self._passed, *self._live} and found <= set(snapshots), "one is lost"
+        assert found >= set(self._idle) and found <= set(snapshots), "a snapshot is lost"
         held = [each.source for each in tables if each.source is not None] + self._read
         assert {each: held.count(each) for each in held} == {s: s.readers for s in self._held}
-        assert self._decoding == sum(each.decoding for each in snapshots)
+        self._idle.check()
 
     def _known(self, keys: Sequence[bytes]) -> list[Snapshot]:
         return [self._of[key] for key in keys[PAGES - 1 :: PAGES] if key in self._of]
 
-    def _use(self, keys: Sequence[bytes], reach: int) -> Snapshot:
-        """The snapshot from which a sequence goes on. What it passed is worth less, unless others
-        went on from there too."""
-        snapshot = self._of[keys[reach - 1]]
-        snapshot.reads += 1
-        snapshot.shared |= snapshot.reads > 1
-        for below in self._known(keys[: reach - PAGES]):
-            if not (below.shared or below.decoding) and below in self._live:
-                del self._live[below]
-                self._passed[below] = None
-        return snapshot
+    def _use(self, keys: Sequence[bytes], reach: int) -> tuple[Snapshot, int]:
+        """The snapshot from which a sequence goes on, and the tokens of the last one that others
+        share, at it or before. The sequence has passed those between."""
+        source, shared = self._of[keys[reach - 1]], 0
+        for count in range(reach - PAGES, 0, -PAGES):
+            below = self._of.get(keys[count - 1])
+            if below is None:
+                continue
+            if below.shared:
+                shared = count * PAGE_SIZE
+                break
+            if not (below.passed or below.decoding):
+                below.passed = True
+                if below in self._idle:
+                    self._idle.rate(below)
+        source.saves = reach * PAGE_SIZE - shared
+        source.reads += 1
+        source.shared |= source.reads > 1
+        source.passed = False
+        return source, reach * PAGE_SIZE if source.shared else shared
 
     def _leave(self, table: StateTable, start: int, keys: Sequence[bytes]) -> None:
         """Its state stands at a boundary: it goes on in another slot, and leaves its own as a
@@ -274,17 +270,20 @@ class StatePool:
         key = self._missing(keys, start)
         if key is None:
             return
-        slot = self._room_of_decode(table.decoding) if decodes else self._room()
+        slot, before = None, table.decoding
+        if before is not None and before.decoding and not before.reads:
+            self._drop(before)  # of an answer the last one is enough
+            slot = before.slot
+        else:
+            slot = self._room()
         if slot is None:
             return
-        made = Snapshot(key, table.slot, decoding=decodes)
+        made = self._write(key, table.slot, start, table)
         self._used.remove(table.slot)
         self._used.add(slot)
         table.steady = StateStep(slot, slot)
-        self._write(made, start, table)
         if decodes:
-            table.decoding = made
-            self._decoding += 1
+            made.decoding, table.decoding = True, made
 
     def _missing(self, keys: Sequence[bytes], tokens: int) -> bytes | None:
         """The key of a snapshot at a boundary; None where there is one, or it is not known."""
@@ -293,46 +292,28 @@ class StatePool:
             return None
         return keys[page]
 
-    def _write(self, made: Snapshot, tokens: int, table: StateTable) -> None:
-        made.shared = tokens == table.branch
-        self._written[made.key] = made
+    def _write(self, key: bytes, slot: int, tokens: int, table: StateTable) -> Snapshot:
+        made = self._written[key] = Snapshot(key, slot, tokens - table.shared)
+        if tokens == table.branch:
+            made.shared, table.shared = True, tokens
         table.unconfirmed.append((tokens, made))
+        return made
 
     def _room(self) -> int | None:
         """A slot for a snapshot; None while all others are used or held."""
-        if not (self._free or self._passed or self._live):
-            return None
-        return self._take()
-
-    def _room_of_decode(self, before: Snapshot | None) -> int | None:
-        """That of the one that it left before, which nobody else went on from; else one that no
-        snapshot needs. Those of running sequences are made often and read once they have ended:
-        they evict others only while they are few."""
-        if before is not None and before.decoding:
-            self._end_decoding(before)
-            if not before.reads:
-                self._drop(before)
-                return before.slot
-        if self._free or self._passed or 2 * self._decoding < self.total - len(self._used):
-            return self._room()
-        return None
-
-    def _end_decoding(self, snapshot: Snapshot) -> None:
-        self._decoding -= snapshot.decoding
-        snapshot.decoding = False
+        return self._take() if self._free or self._idle else None
 
     def _take(self) -> int:
         """A free slot, or that of the snapshot that is worth least."""
         if self._free:
             return self._free.pop()
-        snapshot = next(iter(self._passed or self._live))
+        snapshot = self._idle.pop()
         self._drop(snapshot)
         return snapshot.slot
 
     def _hold(self, snapshot: Snapshot) -> None:
         snapshot.readers += 1
-        self._live.pop(snapshot, None)
-        self._passed.pop(snapshot, None)
+        self._idle.discard(snapshot)
         self._held.add(snapshot)
 
     def _unhold(self, snapshot: Snapshot) -> None:
@@ -341,16 +322,15 @@ class StatePool:
             return
         self._held.remove(snapshot)
         if self._of.get(snapshot.key) is snapshot:
-            self._live[snapshot] = None
+            self._idle.add(snapshot)
         else:  # retracted meanwhile
             self._free.append(snapshot.slot)
 
     def _drop(self, snapshot: Snapshot) -> None:
         """Whose slot is another's from now on."""
         del self._of[snapshot.key]
-        self._live.pop(snapshot, None)
-        self._passed.pop(snapshot, None)
-        self._end_decoding(snapshot)
+        self._idle.discard(snapshot)
+        snapshot.decoding = False
 
     def _forget(self, snapshot: Snapshot) -> None:
         self._drop(snapshot)
