@@ -32,7 +32,6 @@ from kvline_server.sizing.breakdown import Taken, needed, sentence, whole
 from kvline_server.sizing.offers import (
     CONTEXT_FIELD,
     MEMORY_FIELD,
-    RUNNING_FIELD,
     Offer,
     advice,
     knobs,
@@ -137,12 +136,10 @@ class Diagnosis:
             knobs=knobs(offers),
         )
 
-    def slots_do_not_fit(self, free: int, running: int) -> OutOfMemory:
-        """Those of recurrent states, in the `free` bytes that weights leave; those of so many
-        requests would."""
+    def slots_do_not_fit(self, free: int, offers: tuple[Offer, ...]) -> OutOfMemory:
+        """Those of recurrent states, in the `free` bytes that weights leave."""
         parts = [part.fixed for part in self.owned if part.name in (STATES, SNAPSHOTS)]
         memory = needed(self.limit, [*self._owned(), *self._lent(), *self._spare()], self._gpu())
-        offers = (Offer(Knob(RUNNING_FIELD, Direction.LOWER, running)),) if running else ()
         what = (
             f"{self.settings.max_running_requests} requests and {self.settings.snapshots} prefix "
             f"snapshots ({sum(parts) // MIB} MiB)"

@@ -38,7 +38,7 @@ from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.running import bounded, left, open_to_sizing
 from kvline_server.sizing.settings import EngineSettings
-from kvline_server.sizing.slots import Slots, most_running
+from kvline_server.sizing.slots import Slots, fitting
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
 
@@ -144,9 +144,7 @@ def _check_slots(slots: Slots, rank: Diagnosis, free: int) -> None:
     """Whether they fit in so many bytes beside what the rank has. Raises OutOfMemory."""
     rank.owned = (*rank.owned, *slots.parts())
     if slots.nbytes and slots.reserved > free:
-        settings = rank.settings
-        fits = most_running(settings, slots.nbytes, free - settings.reserved())
-        raise rank.slots_do_not_fit(free, fits)
+        raise rank.slots_do_not_fit(free, fitting(rank.settings, slots.nbytes, free))
 
 
 def _sized(

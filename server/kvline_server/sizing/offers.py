@@ -11,6 +11,7 @@ CONTEXT_FIELD = "spec.engine.maxModelLen"
 MEMORY_FIELD = "spec.resources.memory"
 PREFILL_FIELD = "spec.engine.maxPrefillTokens"
 RUNNING_FIELD = "spec.engine.maxRunningRequests"
+SNAPSHOTS_FIELD = "spec.engine.prefixSnapshots"
 HEADROOM_FIELD = "spec.capacity.headroomMiB"
 PIN_FIELD = "spec.capacity.kvTokens"
 MEMORY_STEP = 16  # MiB: use differs by a few of them between two starts

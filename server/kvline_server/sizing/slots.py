@@ -3,11 +3,14 @@ is sized beside them (docs/decisions/060)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvline_contract.memory import SNAPSHOTS, STATES
+from kvline_contract.report import Direction, Knob
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.memory.states import StatePool
+from kvline_server.sizing.offers import RUNNING_FIELD, SNAPSHOTS_FIELD, Offer
 from kvline_server.sizing.settings import EngineSettings
 
 
@@ -41,9 +44,25 @@ class Slots:
 NO_SLOTS = Slots()
 
 
-def most_running(settings: EngineSettings, nbytes: int, free: int) -> int:
-    """The most requests, of those that are asked and fewer, whose slots fit in so many bytes."""
-    for running in range(settings.max_running_requests, 0, -1):
-        if Slots.of(settings.changed(max_running_requests=running), nbytes).reserved <= free:
-            return running
-    return 0
+def fitting(settings: EngineSettings, nbytes: int, free: int) -> tuple[Offer, ...]:
+    """What to ask for less of, where slots of so many bytes do not fit in `free` bytes beside what
+    requests take: the most that does of each setting, where some number does."""
+
+    def fits(**changed: int) -> bool:
+        made = settings.changed(**changed)
+        return Slots.of(made, nbytes).reserved + made.reserved() <= free
+
+    running = _most(1, settings.max_running_requests, lambda n: fits(max_running_requests=n))
+    kept = _most(0, settings.snapshots, lambda n: fits(asked_snapshots=n))
+    found = (RUNNING_FIELD, running), (SNAPSHOTS_FIELD, kept)
+    return tuple(Offer(Knob(name, Direction.LOWER, n)) for name, n in found if n is not None)
+
+
+def _most(least: int, below: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest number that fits, from `least` on; where one does, all smaller ones do."""
+    if least >= below or not fits(least):
+        return None
+    while below - least > 1:
+        middle = (least + below) // 2
+        least, below = (middle, below) if fits(middle) else (least, middle)
+    return least
