@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvline_server.kernels import cuda_delta_rule, cuda_scan, tiles
+from kvline_server.kernels import cuda_convolution, cuda_delta_rule, cuda_scan, tiles
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.cuda_delta_rule import FewRows, Tiles
+from kvline_server.kernels.cuda_convolution import FewRows, Tiles
 from kvline_server.kernels.pinned import upload
 from kvline_server.kernels.projection import Norm
 from kvline_server.kernels.recurrent import DeltaRule, Recurrent, Scan, Sequences, States
 
-COUNTS = 1 << 17  # of programs that ended, by sequence and key head or group
 HEADS = (8, 4, 2, 1)  # of a program of norm_then_gate
 DIM = 128
 WIDTHS = tuple(1 << n for n in range(9, 15))  # of groups, filled to a power of two
@@ -36,8 +35,6 @@ class Plan:
 class CudaRecurrent(Recurrent):
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # The kernels leave it as they found it: zeros.
-        self._done = torch.zeros(COUNTS, dtype=torch.int32, device=device)
         self._spans: dict[int, torch.Tensor] = {}
 
     def plan(self, sequences: Sequences) -> Plan:
@@ -80,8 +77,7 @@ class CudaRecurrent(Recurrent):
         made = _out(qkv, layer.value_heads * layer.value_dim, plan, out)
         qkv = _aligned(qkv)
         if plan.few is not None:
-            for some in plan.few.split(len(self._done) // layer.key_heads):
-                cuda_delta_rule.rows(qkv, ba, layer, states, some, self._done, made)
+            cuda_delta_rule.rows(qkv, ba, layer, states, plan.few, made)
         for each in plan.tiled:
             cuda_delta_rule.tiled(qkv, ba, layer, states, each, made)
         return _into(made, out)
@@ -98,8 +94,7 @@ class CudaRecurrent(Recurrent):
         made = _out(xbc, layer.heads * layer.head_dim, plan, out)
         xbc = _aligned(xbc)
         if plan.few is not None:
-            for some in plan.few.split(len(self._done) // layer.groups):
-                cuda_scan.rows(xbc, dt, layer, states, some, self._done, made)
+            cuda_scan.rows(xbc, dt, layer, states, plan.few, made)
         for each in plan.tiled:
             cuda_scan.tiled(xbc, dt, layer, states, each, made)
         return _into(made, out)
@@ -149,6 +144,7 @@ def _into(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched for recurrent layers."""
+    yield from cuda_convolution.variants(dtype)
     yield from cuda_delta_rule.variants(dtype)
     yield from cuda_scan.variants(dtype)
     for weight in (dtype, torch.float32):

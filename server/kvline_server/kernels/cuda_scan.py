@@ -7,14 +7,22 @@ from collections.abc import Iterator
 
 import torch
 
-from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.cuda_delta_rule import STATE_TYPES, WIDTH, FewRows, Shape, Tiles
+from kvline_server.kernels.cubins import Variant, launch
+from kvline_server.kernels.cuda_convolution import (
+    STATE_TYPES,
+    WIDTH,
+    FewRows,
+    Shape,
+    Tiles,
+    convolved,
+    pointers,
+)
 from kvline_server.kernels.recurrent import CHUNK, Scan, States
 from kvline_server.kernels.tiles import SMALL
 
 DIM, STATE = 64, 128  # of a head: those of Nemotron-H and Granite 4
 ROWS = Shape(STATE, 4, 1)
-TILE_WARPS = {CHUNK: 8, SMALL: 4}
+TILE_WARPS = {CHUNK: 4, SMALL: 4}
 ONE_TILE = {CHUNK: Shape(STATE, 4, 1), SMALL: Shape(STATE, 4, 1)}  # a sequence
 MANY_TILES = Shape(STATE, 4, 3)
 
@@ -34,17 +42,16 @@ def rows(
     layer: Scan,
     states: States,
     few: FewRows,
-    done: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Sequences of few rows, one row after the other. `done` is of zeros, one or more for each of
-    their groups, and is zeros again afterwards."""
+    """Sequences of few rows, one row after the other."""
+    lines = convolved(x, layer.convolution, states.inputs, few)
     launch(
-        _rows(*_kinds(x, layer, states), states.matrices.dtype),
+        _rows(x.dtype, states.matrices.dtype),
         len(few.slots) * layer.heads,
-        *(x, x.stride(0), dt, dt.stride(0), *_filters(layer)),
-        *(layer.skip, states.inputs, states.matrices, out, out.stride(0)),
-        *(few.spans, few.slots, few.sources, done, layer.heads, layer.groups),
+        *(lines, dt, dt.stride(0), layer.decay.a_log, layer.decay.dt_bias, layer.skip),
+        *(states.matrices, out, out.stride(0), few.spans, few.slots, few.sources),
+        *(layer.heads, layer.groups),
     )
 
 
@@ -96,8 +103,8 @@ def _kinds(
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
     weights = list(itertools.product((dtype, torch.float32), (False, True)))
-    for (weight, biased), matrices in itertools.product(weights, STATE_TYPES):
-        yield _rows(dtype, weight, biased, dtype, matrices)
+    for matrices in STATE_TYPES:
+        yield _rows(dtype, matrices)
     for (weight, biased), size in itertools.product(weights, (CHUNK, SMALL)):
         yield _tiles(dtype, weight, biased, dtype, size)
     for matrices, (size, shape) in itertools.product(
@@ -106,29 +113,18 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
         yield _pass(dtype, dtype, matrices, size, shape)
 
 
-def _pointers(*kinds: torch.dtype) -> tuple[str, ...]:
-    return tuple(f"*{TRITON_TYPES[kind]}" for kind in kinds)
-
-
-def _rows(
-    dtype: torch.dtype,
-    weight: torch.dtype,
-    biased: bool,
-    inputs: torch.dtype,
-    matrices: torch.dtype,
-) -> Variant:
-    x, filters, old, state = _pointers(dtype, weight, inputs, matrices)
-    arguments = (x, "i32", x, "i32", filters, filters, "*fp32", "*fp32", "*fp32", old, state)
-    plan = (x, "i32", "*i32", "*i64", "*i64", "*i32", "i32", "i32")
-    constants = (("DIM", DIM), ("STATE", STATE), ("WIDTH", WIDTH), ("BIASED", int(biased)))
-    aligned = (0, 1, 4, 5, 9, 10, 11, 12)
-    return Variant("scan_rows", (*arguments, *plan), aligned, constants, ROWS.warps, 1)
+def _rows(dtype: torch.dtype, matrices: torch.dtype) -> Variant:
+    x, state = pointers(dtype, matrices)
+    arguments = ("*fp32", x, "i32", "*fp32", "*fp32", "*fp32", state, x, "i32")
+    plan = ("*i32", "*i64", "*i64", "i32", "i32")
+    constants = (("DIM", DIM), ("STATE", STATE))
+    return Variant("scan_rows", (*arguments, *plan), (0, 6, 7, 8), constants, ROWS.warps, 1)
 
 
 def _tiles(
     dtype: torch.dtype, weight: torch.dtype, biased: bool, inputs: torch.dtype, size: int
 ) -> Variant:
-    x, filters, old = _pointers(dtype, weight, inputs)
+    x, filters, old = pointers(dtype, weight, inputs)
     arguments = (x, "i32", x, "i32", filters, filters, "*fp32", "*fp32", old, "*i32", "*i64")
     made = (x, x, x, x, "*fp32", "*fp32", "i32", "i32")
     constants = {"DIM": DIM, "STATE": STATE, "ROWS": size, "WIDTH": WIDTH, "BIASED": int(biased)}
@@ -139,7 +135,7 @@ def _tiles(
 def _pass(
     dtype: torch.dtype, inputs: torch.dtype, matrices: torch.dtype, size: int, shape: Shape
 ) -> Variant:
-    x, old, state = _pointers(dtype, inputs, matrices)
+    x, old, state = pointers(dtype, inputs, matrices)
     arguments = (x, "i32", x, x, x, x, "*fp32", "*fp32", "*fp32", old, state, x, "i32")
     plan = ("*i32", "*i64", "*i32", "*i64", "i32", "i32")
     constants = {"DIM": DIM, "STATE": STATE, "ROWS": size, "WIDTH": WIDTH}

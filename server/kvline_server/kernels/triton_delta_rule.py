@@ -1,9 +1,9 @@
 """Triton kernels of the gated delta rule; kernels/cubins.py compiles and launches them.
 
 `delta_rows` computes few rows of a sequence one after the other: decodes. What bounds it is the
-state, which is read and written once. Longer sequences are computed in tiles of rows, by two
-kernels: `delta_tiles`, all of them at once, does what no state is needed for; `delta_pass` takes
-each sequence's state through its tiles. Reference: kernels/torch_chunks.py.
+state, which is read and written once. Longer sequences are computed in tiles of rows: `delta_lines`
+convolves all of them at once, `delta_tiles` does what no state is needed for, and `delta_pass`
+takes each sequence's state through its tiles. Reference: kernels/torch_chunks.py.
 """
 
 import triton
@@ -11,16 +11,14 @@ import triton.language as tl
 
 from kvline_server.kernels.triton_kernels import _after_the_last
 from kvline_server.kernels.triton_recurrent import (
+    EPSILON,
     NONE,
     _copy,
     _filtered,
-    _filtered_row,
     _sigmoid,
-    _shift,
     _softplus,
 )
 
-EPSILON = tl.constexpr(1e-6)  # of the length of queries and keys
 BLOCK = tl.constexpr(16)  # rows whose system is solved row by row
 
 
@@ -36,66 +34,43 @@ def _gates(ba, stride, a_log, dt_bias, row, real, head, heads):
 
 @triton.jit
 def delta_rows(
-    x, stride, ba, ba_stride, weight, a_log, dt_bias, inputs, matrices, out, out_stride,
-    spans, slots, sources, done, key_heads, heads,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    lines, ba, ba_stride, a_log, dt_bias, matrices, out, out_stride, spans, slots, sources,
+    key_heads, heads, DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of a value head's state a program. The programs of a key head share the convolution's
-    inputs of its query and key: the last of them to end, by the count in `done`, writes them."""
-    _after_the_last()
+    """COLUMNS of a value head's state of a sequence a program. `lines` are convolve_rows', which
+    may still run while the state is loaded: it does not change the state."""
     blocks: tl.constexpr = DIM // COLUMNS
-    each = heads // key_heads
-    parts = each * blocks
-    part, both = tl.program_id(0) % parts, tl.program_id(0) // parts
-    sequence, key_head = both // key_heads, both % key_heads
+    block, both = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    sequence, head = both // heads, both % heads
     slot, source = tl.load(slots + sequence), tl.load(sources + sequence)
     first, end = tl.load(spans + 2 * sequence), tl.load(spans + 2 * sequence + 1)
-    head, block = key_head * each + part // blocks, part % blocks
-    column, at = block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DIM)
-    channels = (2 * key_heads + heads) * DIM
-    key, value = key_head * DIM + at, 2 * key_heads * DIM + head * DIM + column
+    at, column = tl.arange(0, DIM), block * COLUMNS + tl.arange(0, COLUMNS)
+    place, size = head * DIM * DIM + at[:, None] * DIM + column[None, :], heads * DIM * DIM
+    read = (source != NONE) & (slot != NONE)
+    kept = tl.load(matrices + source * size + place, mask=read, other=0.0)
+    _after_the_last()
     if slot == NONE:  # padding
         for turn in range(end - first):
-            row = first + turn
             empty = tl.zeros((COLUMNS,), out.dtype.element_ty)
-            tl.store(out + row.to(tl.int64) * out_stride + head * DIM + column, empty)
+            own = out + (first + turn).to(tl.int64) * out_stride + head * DIM
+            tl.store(own + column, empty)
         return
-    place = head * DIM * DIM + at[:, None] * DIM + column[None, :]
-    size = heads * DIM * DIM
-    kept = tl.load(matrices + source * size + place, mask=source != NONE, other=0.0)
-    state = kept.to(tl.float32)
+    state, key = kept.to(tl.float32), head // (heads // key_heads) * DIM + at
+    value = (2 * key_heads + head) * DIM + column
     for turn in range(end - first):
-        row = first + turn
-        q = _filtered_row(
-            x, stride, weight, x, inputs, source, channels, row, first, key, False, WIDTH
-        )
-        k = _filtered_row(
-            x, stride, weight, x, inputs, source, channels, row, first, key_heads * DIM + key,
-            False, WIDTH,
-        )  # fmt: skip
-        v = _filtered_row(
-            x, stride, weight, x, inputs, source, channels, row, first, value, False, WIDTH
-        )
-        q *= tl.rsqrt(tl.sum(q * q) + EPSILON) * (1.0 / tl.sqrt(DIM * 1.0))
-        k *= tl.rsqrt(tl.sum(k * k) + EPSILON)
+        row = (first + turn).to(tl.int64)
+        line = lines + row * ((2 * key_heads + heads) * DIM)
+        q, k = tl.load(line + key), tl.load(line + key_heads * DIM + key)
         share, decay = _gates(ba, ba_stride, a_log, dt_bias, row, True, head, heads)
         decay = tl.exp(decay)
         # Both of the state as it was: sums over warps wait for each other once.
         found = tl.sum(state * k[:, None], axis=0)
         asked = tl.sum(state * q[:, None], axis=0)
-        new = (v - decay * found) * share
+        new = (tl.load(line + value) - decay * found) * share
         made = decay * asked + tl.sum(k * q) * new
         state = decay * state + k[:, None] * new[None, :]
-        where = out + row.to(tl.int64) * out_stride + head * DIM + column
-        tl.store(where, made.to(out.dtype.element_ty))
+        tl.store(out + row * out_stride + head * DIM + column, made.to(out.dtype.element_ty))
     tl.store(matrices + slot * size + place, state.to(matrices.dtype.element_ty))
-    _shift(x, stride, inputs, source, slot, channels, first, end, value, WIDTH)
-    before = tl.atomic_add(done + both, 1, sem="acq_rel")
-    if before == parts - 1:
-        tl.store(done + both, 0)
-        _shift(x, stride, inputs, source, slot, channels, first, end, key, WIDTH)
-        other = key_heads * DIM + key
-        _shift(x, stride, inputs, source, slot, channels, first, end, other, WIDTH)
 
 
 @triton.jit
@@ -134,65 +109,73 @@ def _merged(inverse, lower, at, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def delta_tiles(
-    x, stride, ba, ba_stride, weight, a_log, dt_bias, inputs, tiles, sources,
-    qs, ks, ws, us, ps, gs, key_heads, heads,
-    DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+def delta_lines(
+    x, stride, weight, inputs, tiles, sources, qs, ks, vs, key_heads, heads,
+    DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of a key head and its value heads a program. Of each tile and head it leaves
-    queries and keys [ROWS, DIM]; what each row adds to the state but for the state, transposed, and
-    what that is multiplied by, us [DIM, ROWS] and ws [ROWS, DIM]; what rows have of each other, ps
-    [ROWS, ROWS]; the sum of decays' logarithms, gs [ROWS]."""
+    """The convolution of a tile of rows of a head a program: queries and keys of length 1, values.
+    Each [ROWS, DIM] is one after the other in memory, which the next kernels read."""
     _after_the_last()
-    tile, key_head = tl.program_id(0) // key_heads, tl.program_id(0) % key_heads
+    lines = 2 * key_heads + heads
+    tile, line = tl.program_id(0) // lines, tl.program_id(0) % lines
     start, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
     first, source = tl.load(tiles + 3 * tile + 2), tl.load(sources + tile)
-    at, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
-    channels, each = (2 * key_heads + heads) * DIM, heads // key_heads
-    kind: tl.constexpr = qs.dtype.element_ty
-    key = key_head * DIM + dim
-    q = _filtered(
-        x, stride, weight, x, inputs, source, channels, start, count, first, key,
+    dim = tl.arange(0, DIM)
+    made = _filtered(
+        x, stride, weight, x, inputs, source, lines * DIM, start, count, first, line * DIM + dim,
         False, WIDTH, ROWS,
     )  # fmt: skip
-    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + EPSILON) * (1.0 / tl.sqrt(DIM * 1.0)))[:, None]
-    k = _filtered(
-        x, stride, weight, x, inputs, source, channels, start, count, first,
-        key_heads * DIM + key, False, WIDTH, ROWS,
-    )  # fmt: skip
-    k *= tl.rsqrt(tl.sum(k * k, axis=1) + EPSILON)[:, None]
-    q, k = q.to(kind), k.to(kind)
+    at = tl.arange(0, ROWS)[:, None] * DIM + dim[None, :]
+    kind: tl.constexpr = qs.dtype.element_ty
+    if line < 2 * key_heads:
+        made *= tl.rsqrt(tl.sum(made * made, axis=1) + EPSILON)[:, None]
+        if line < key_heads:
+            made *= 1.0 / tl.sqrt(DIM * 1.0)
+            place = (tile * key_heads + line).to(tl.int64) * (ROWS * DIM)
+            tl.store(qs + place + at, made.to(kind))
+        else:
+            place = (tile * key_heads + line - key_heads).to(tl.int64) * (ROWS * DIM)
+            tl.store(ks + place + at, made.to(kind))
+    else:
+        place = (tile * heads + line - 2 * key_heads).to(tl.int64) * (ROWS * DIM)
+        tl.store(vs + place + at, made.to(kind))
+
+
+@triton.jit
+def delta_tiles(
+    ba, ba_stride, a_log, dt_bias, tiles, qs, ks, vs, ws, ps, gs, key_heads, heads,
+    DIM: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of a value head a program. It leaves what each row adds to the state but for
+    the state, transposed, in place of the values, [DIM, ROWS], and what that is multiplied by, ws
+    [ROWS, DIM]; what rows have of each other, ps [ROWS, ROWS]; the sum of decays' logarithms, gs
+    [ROWS]."""
+    _after_the_last()
+    tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    start, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
+    at, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
+    index = (tile * heads + head).to(tl.int64)
+    shared = (tile * key_heads + head // (heads // key_heads)).to(tl.int64) * (ROWS * DIM)
     square = at[:, None] * DIM + dim[None, :]
-    place = (tile * key_heads + key_head).to(tl.int64) * (ROWS * DIM)
-    tl.store(qs + place + square, q)
-    tl.store(ks + place + square, k)
-    between = tl.dot(k, tl.trans(k))
-    asked = tl.dot(q, tl.trans(k))
-    for turn in range(each):
-        head = key_head * each + turn
-        index = (tile * heads + head).to(tl.int64)
-        share, decay = _gates(
-            ba, ba_stride, a_log, dt_bias, start + at, at < count, head, heads
-        )
-        total = tl.cumsum(decay, axis=0)
-        tl.store(gs + index * ROWS + at, total)
-        lower = at[:, None] >= at[None, :]
-        faded = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
-        shares = tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(ps + index * (ROWS * ROWS) + shares, (asked * faded).to(kind))
-        upper = at[:, None] < at[None, :]
-        ahead = tl.exp(tl.where(upper, total[None, :] - total[:, None], float("-inf")))
-        inverse = _solved(between * ahead * share[None, :], at, ROWS, PRECISION)
-        keyed = (inverse * (share * tl.exp(total))[None, :]).to(kind)
-        tl.store(ws + index * (ROWS * DIM) + square, tl.dot(keyed, k).to(kind))
-        value = (2 * key_heads + head) * DIM + dim
-        v = _filtered(
-            x, stride, weight, x, inputs, source, channels, start, count, first, value,
-            False, WIDTH, ROWS,
-        )  # fmt: skip
-        u = tl.dot((inverse * share[None, :]).to(kind), v.to(kind)).to(kind)
-        turned = dim[:, None] * ROWS + at[None, :]
-        tl.store(us + index * (ROWS * DIM) + turned, tl.trans(u))
+    k, q = tl.load(ks + shared + square), tl.load(qs + shared + square)
+    v = tl.load(vs + index * (ROWS * DIM) + square)
+    share, decay = _gates(ba, ba_stride, a_log, dt_bias, start + at, at < count, head, heads)
+    total = tl.cumsum(decay, axis=0)
+    tl.store(gs + index * ROWS + at, total)
+    kind: tl.constexpr = qs.dtype.element_ty
+    lower = at[:, None] >= at[None, :]
+    faded = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
+    shares = at[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(ps + index * (ROWS * ROWS) + shares, (tl.dot(q, tl.trans(k)) * faded).to(kind))
+    upper = at[:, None] < at[None, :]
+    ahead = tl.exp(tl.where(upper, total[None, :] - total[:, None], float("-inf")))
+    inverse = _solved(tl.dot(k, tl.trans(k)) * ahead * share[None, :], at, ROWS, PRECISION)
+    keyed = (inverse * (share * tl.exp(total))[None, :]).to(kind)
+    tl.store(ws + index * (ROWS * DIM) + square, tl.dot(keyed, k).to(kind))
+    added = tl.dot((inverse * share[None, :]).to(kind), v).to(kind)
+    turned = dim[:, None] * ROWS + at[None, :]
+    tl.debug_barrier()
+    tl.store(vs + index * (ROWS * DIM) + turned, tl.trans(added))
 
 
 @triton.jit

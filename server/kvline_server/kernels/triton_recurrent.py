@@ -11,6 +11,7 @@ import triton.language as tl
 from kvline_server.kernels.triton_kernels import _after_the_last
 
 NONE = tl.constexpr(0)  # recurrent.DUMMY
+EPSILON = tl.constexpr(1e-6)  # of the length of queries and keys
 
 
 @triton.jit
@@ -32,9 +33,21 @@ def _softplus(x):
 
 
 @triton.jit
-def _tap(weight, channel, lag: tl.constexpr, WIDTH: tl.constexpr):
-    """What a row `lag` rows before is multiplied by. -> float32, as channel"""
-    return tl.load(weight + channel * WIDTH + (WIDTH - 1 - lag)).to(tl.float32)
+def _taps(weight, channel, WIDTH: tl.constexpr):
+    """What a channel's rows are multiplied by, the oldest first: WIDTH of 4. Loaded one by one they
+    take more instructions than the rows. -> four times float32, as channel"""
+    if weight.dtype.element_ty.primitive_bitwidth == 16:
+        words = tl.load(weight.to(tl.pointer_type(tl.int64)) + channel)
+        w0, w1 = _half(weight, words), _half(weight, words >> 16)
+        return w0, w1, _half(weight, words >> 32), _half(weight, words >> 48)
+    own = weight + channel * WIDTH
+    w0, w1 = tl.load(own).to(tl.float32), tl.load(own + 1).to(tl.float32)
+    return w0, w1, tl.load(own + 2).to(tl.float32), tl.load(own + 3).to(tl.float32)
+
+
+@triton.jit
+def _half(weight, words):
+    return words.to(tl.int16).to(weight.dtype.element_ty, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -48,18 +61,22 @@ def _line(x, stride, inputs, source, channels, row, first, channel, WIDTH: tl.co
 
 
 @triton.jit
-def _filtered_row(
-    x, stride, weight, bias, inputs, source, channels, row, first, channel,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr,
+def _lines(
+    x, stride, inputs, source, channels, start, count, first, channel, lag: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """silu of the convolution of one row. -> float32, as channel"""
-    made = tl.zeros(channel.shape, tl.float32)
-    if BIASED:
-        made += tl.load(bias + channel).to(tl.float32)
-    for lag in tl.static_range(WIDTH):
-        value = _line(x, stride, inputs, source, channels, row - lag, first, channel, WIDTH)
-        made += value * _tap(weight, channel, lag, WIDTH)
-    return _silu(made)
+    """What `count` rows from `start` on have `lag` rows before them. -> float32 [ROWS, channels]"""
+    at = tl.arange(0, ROWS)
+    row, real = start + at - lag, at < count
+    where = x + row.to(tl.int64)[:, None] * stride + channel[None, :]
+    made = tl.load(where, mask=(real & (row >= first))[:, None], other=0.0).to(tl.float32)
+    if lag > 0:
+        if (start - lag < first) & (source != NONE):
+            old = (source * (WIDTH - 1) + (WIDTH - 1) + (row - first)) * channels
+            early = (real & (row < first))[:, None]
+            kept = tl.load(inputs + old[:, None] + channel[None, :], mask=early, other=0.0)
+            made += kept.to(tl.float32)
+    return made
 
 
 @triton.jit
@@ -69,40 +86,62 @@ def _filtered(
 ):  # fmt: skip
     """silu of the convolution of `count` rows from `start` on, of a sequence that begins at row
     `first`; 0 behind them. -> float32 [ROWS, channels]"""
-    at = tl.arange(0, ROWS)
-    real = at < count
     made = tl.zeros((ROWS, channel.shape[0]), tl.float32)
     if BIASED:
         made += tl.load(bias + channel).to(tl.float32)[None, :]
-    for lag in tl.static_range(WIDTH):
-        row = start + at - lag
-        where = x + row.to(tl.int64)[:, None] * stride + channel[None, :]
-        value = tl.load(where, mask=(real & (row >= first))[:, None], other=0.0).to(tl.float32)
-        if lag > 0:
-            if (start - lag < first) & (source != NONE):
-                old = (source * (WIDTH - 1) + (WIDTH - 1) + (row - first)) * channels
-                early = (real & (row < first))[:, None]
-                kept = tl.load(inputs + old[:, None] + channel[None, :], mask=early, other=0.0)
-                value += kept.to(tl.float32)
-        made += value * _tap(weight, channel, lag, WIDTH)[None, :]
-    return tl.where(real[:, None], _silu(made), 0.0)
+    w0, w1, w2, w3 = _taps(weight, channel, WIDTH)
+    made += w0[None, :] * _lines(
+        x, stride, inputs, source, channels, start, count, first, channel, 3, WIDTH, ROWS
+    )
+    made += w1[None, :] * _lines(
+        x, stride, inputs, source, channels, start, count, first, channel, 2, WIDTH, ROWS
+    )
+    made += w2[None, :] * _lines(
+        x, stride, inputs, source, channels, start, count, first, channel, 1, WIDTH, ROWS
+    )
+    made += w3[None, :] * _lines(
+        x, stride, inputs, source, channels, start, count, first, channel, 0, WIDTH, ROWS
+    )
+    return tl.where((tl.arange(0, ROWS) < count)[:, None], _silu(made), 0.0)
 
 
 @triton.jit
-def _shift(
-    x, stride, inputs, source, slot, channels, first, end, channel, WIDTH: tl.constexpr
+def convolve_rows(
+    x, stride, weight, bias, inputs, out, spans, slots, sources, lines, queries, keys,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The inputs that a sequence leaves in its slot. They are read before any is written: with few
-    rows they are some of those that the slot has."""
-    new2 = _line(x, stride, inputs, source, channels, end - 1, first, channel, WIDTH)
-    new1 = _line(x, stride, inputs, source, channels, end - 2, first, channel, WIDTH)
-    new0 = _line(x, stride, inputs, source, channels, end - 3, first, channel, WIDTH)
-    tl.debug_barrier()
+    """The convolution of few rows of a sequence, DIM channels a program, in float32, and what they
+    leave in the slot. Of the lines of DIM channels the first are `queries`, then `keys`, of length
+    1; queries over the root of DIM. out [rows, lines * DIM], by rows of x"""
+    _after_the_last()
+    sequence, line = tl.program_id(0) // lines, tl.program_id(0) % lines
+    slot, source = tl.load(slots + sequence), tl.load(sources + sequence)
+    first, end = tl.load(spans + 2 * sequence), tl.load(spans + 2 * sequence + 1)
+    if slot == NONE:  # padding
+        return
+    channels, channel = lines * DIM, line * DIM + tl.arange(0, DIM)
+    w0, w1, w2, w3 = _taps(weight, channel, WIDTH)
+    old0 = _line(x, stride, inputs, source, channels, first - 3, first, channel, WIDTH)
+    old1 = _line(x, stride, inputs, source, channels, first - 2, first, channel, WIDTH)
+    old2 = _line(x, stride, inputs, source, channels, first - 1, first, channel, WIDTH)
+    for turn in range(end - first):
+        row = (first + turn).to(tl.int64)
+        new = tl.load(x + row * stride + channel).to(tl.float32)
+        made = w0 * old0 + w1 * old1 + w2 * old2 + w3 * new
+        if BIASED:
+            made += tl.load(bias + channel).to(tl.float32)
+        made = _silu(made)
+        if line < queries + keys:
+            made *= tl.rsqrt(tl.sum(made * made) + EPSILON)
+            if line < queries:
+                made *= 1.0 / tl.sqrt(DIM * 1.0)
+        tl.store(out + row * channels + channel, made)
+        old0, old1, old2 = old1, old2, new
     own = inputs + slot * (WIDTH - 1) * channels + channel
-    kind = inputs.dtype.element_ty
-    tl.store(own, new0.to(kind))
-    tl.store(own + channels, new1.to(kind))
-    tl.store(own + 2 * channels, new2.to(kind))
+    kind: tl.constexpr = inputs.dtype.element_ty
+    tl.store(own, old0.to(kind))
+    tl.store(own + channels, old1.to(kind))
+    tl.store(own + 2 * channels, old2.to(kind))
 
 
 @triton.jit

@@ -13,64 +13,43 @@ from kvline_server.kernels.triton_recurrent import (
     NONE,
     _copy,
     _filtered,
-    _filtered_row,
-    _shift,
     _softplus,
 )
 
 
 @triton.jit
 def scan_rows(
-    x, stride, dt, dt_stride, weight, bias, a_log, dt_bias, skip, inputs, matrices, out, out_stride,
-    spans, slots, sources, done, heads, groups,
-    DIM: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr,
+    lines, dt, dt_stride, a_log, dt_bias, skip, matrices, out, out_stride, spans, slots, sources,
+    heads, groups, DIM: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """A head's state of a sequence a program. The programs of a group share the convolution's
-    inputs of its B and C: the last of them to end, by the count in `done`, writes them."""
-    _after_the_last()
-    parts = heads // groups
-    part, both = tl.program_id(0) % parts, tl.program_id(0) // parts
-    sequence, group = both // groups, both % groups
+    """A head's state of a sequence a program. `lines` are convolve_rows', which may still run while
+    the state is loaded: it does not change the state."""
+    sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     slot, source = tl.load(slots + sequence), tl.load(sources + sequence)
     first, end = tl.load(spans + 2 * sequence), tl.load(spans + 2 * sequence + 1)
-    head = group * parts + part
-    dim, at = tl.arange(0, DIM), tl.arange(0, STATE)
-    channels = heads * DIM + 2 * groups * STATE
-    own, of_b = head * DIM + dim, heads * DIM + group * STATE + at
-    of_c = of_b + groups * STATE
+    own, at = head * DIM + tl.arange(0, DIM), tl.arange(0, STATE)
+    size, place = heads * DIM * STATE, own[:, None] * STATE + at[None, :]
+    read = (source != NONE) & (slot != NONE)
+    kept = tl.load(matrices + source * size + place, mask=read, other=0.0)
+    _after_the_last()
     if slot == NONE:  # padding
         for turn in range(end - first):
-            row = first + turn
             empty = tl.zeros((DIM,), out.dtype.element_ty)
-            tl.store(out + row.to(tl.int64) * out_stride + own, empty)
+            tl.store(out + (first + turn).to(tl.int64) * out_stride + own, empty)
         return
-    size, place = heads * DIM * STATE, own[:, None] * STATE + at[None, :]
-    kept = tl.load(matrices + source * size + place, mask=source != NONE, other=0.0)
-    state = kept.to(tl.float32)
-    rate, moved, skipped = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head), tl.load(skip + head)
+    state, skipped = kept.to(tl.float32), tl.load(skip + head)
+    rate, moved = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
+    of_b = heads * DIM + head // (heads // groups) * STATE + at
     for turn in range(end - first):
-        row = first + turn
-        value = _filtered_row(
-            x, stride, weight, bias, inputs, source, channels, row, first, own, BIASED, WIDTH
-        )
-        b = _filtered_row(
-            x, stride, weight, bias, inputs, source, channels, row, first, of_b, BIASED, WIDTH
-        )
-        c = _filtered_row(
-            x, stride, weight, bias, inputs, source, channels, row, first, of_c, BIASED, WIDTH
-        )
-        step = tl.load(dt + row.to(tl.int64) * dt_stride + head).to(tl.float32)
-        delta = _softplus(step + moved)
+        row = (first + turn).to(tl.int64)
+        line = lines + row * (heads * DIM + 2 * groups * STATE)
+        b, c = tl.load(line + of_b), tl.load(line + of_b + groups * STATE)
+        value = tl.load(line + own)
+        delta = _softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + moved)
         state = state * tl.exp(-rate * delta) + (value * delta)[:, None] * b[None, :]
         made = tl.sum(state * c[None, :], axis=1) + skipped * value
-        tl.store(out + row.to(tl.int64) * out_stride + own, made.to(out.dtype.element_ty))
+        tl.store(out + row * out_stride + own, made.to(out.dtype.element_ty))
     tl.store(matrices + slot * size + place, state.to(matrices.dtype.element_ty))
-    _shift(x, stride, inputs, source, slot, channels, first, end, own, WIDTH)
-    before = tl.atomic_add(done + both, 1, sem="acq_rel")
-    if before == parts - 1:
-        tl.store(done + both, 0)
-        _shift(x, stride, inputs, source, slot, channels, first, end, of_b, WIDTH)
-        _shift(x, stride, inputs, source, slot, channels, first, end, of_c, WIDTH)
 
 
 @triton.jit
