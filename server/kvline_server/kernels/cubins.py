@@ -52,7 +52,8 @@ CHAINED = (
     *("route", "sort", "grouped", "grouped_mxfp4", "add_chosen"),
     *("attend_fp8", "merge_splits", "apply_sinks", "copy_pages"),
     *("convolve_rows", "delta_rows", "delta_lines", "delta_tiles", "delta_pass"),
-    *("scan_rows", "scan_tiles", "scan_pass", "norm_then_gate", "gate_then_norm"),
+    *("delta_short", "scan_rows", "scan_lines", "scan_tiles", "scan_pass"),
+    *("norm_then_gate", "gate_then_norm"),
 )
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 

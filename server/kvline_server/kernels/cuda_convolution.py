@@ -12,7 +12,8 @@ from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.recurrent import Convolution
 
 WIDTH = 4  # rows of the convolution: those of every published model
-LINE = 128  # channels of a program
+LINE = 128  # channels
+LINES = (2, 1)  # of a program
 STATE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -63,9 +64,10 @@ def convolved(
     weight, lines = convolution.weight, channels // LINE
     # Without a bias the kernel reads none; any pointer will do.
     filters = (weight, weight if bias is None else bias)
+    each = next(n for n in LINES if lines % n == 0)
     launch(
-        _variant(x.dtype, weight.dtype, bias is not None, inputs.dtype),
-        len(few.slots) * lines,
+        _variant(x.dtype, weight.dtype, bias is not None, inputs.dtype, each),
+        len(few.slots) * (lines // each),
         *(x, x.stride(0), *filters, inputs, made, few.spans, few.slots, few.sources),
         *(lines, *heads),
     )
@@ -74,8 +76,9 @@ def convolved(
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
-    for weight, biased in itertools.product((dtype, torch.float32), (False, True)):
-        yield _variant(dtype, weight, biased, dtype)
+    kinds = itertools.product((dtype, torch.float32), (False, True), LINES)
+    for weight, biased, lines in kinds:
+        yield _variant(dtype, weight, biased, dtype, lines)
 
 
 def pointers(*kinds: torch.dtype) -> tuple[str, ...]:
@@ -83,10 +86,10 @@ def pointers(*kinds: torch.dtype) -> tuple[str, ...]:
 
 
 def _variant(
-    dtype: torch.dtype, weight: torch.dtype, biased: bool, inputs: torch.dtype
+    dtype: torch.dtype, weight: torch.dtype, biased: bool, inputs: torch.dtype, lines: int
 ) -> Variant:
     x, filters, old = pointers(dtype, weight, inputs)
     arguments = (x, "i32", filters, filters, old, "*fp32", "*i32", "*i64", "*i64")
-    constants = (("DIM", LINE), ("WIDTH", WIDTH), ("BIASED", int(biased)))
+    constants = (("DIM", LINE), ("LINES", lines), ("WIDTH", WIDTH), ("BIASED", int(biased)))
     kinds = (*arguments, "i32", "i32", "i32")
-    return Variant("convolve_rows", kinds, (0, 1, 2, 3, 4, 5), constants, warps=1, stages=1)
+    return Variant("convolve_rows", kinds, (0, 1, 2, 3, 4, 5), constants, 1, 1)

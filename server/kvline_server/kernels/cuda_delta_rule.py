@@ -24,10 +24,11 @@ DIM = 128  # of keys and values: that of every published model
 MERGING = "bf16x3"  # of inverses: nearer than tf32, and of half the time of tf32x3
 
 
-ROWS = Shape(64, 4, 1)
-LINE_WARPS = {CHUNK: 8, SMALL: 4}
-TILE_WARPS = {CHUNK: 4, SMALL: 4}
-ONE_TILE = {CHUNK: Shape(64, 4, 1), SMALL: Shape(64, 4, 1)}  # a sequence
+ROWS = Shape(64, 2, 1)
+LINE_WARPS = {CHUNK: 8, SMALL: 2}
+TILE_WARPS = {CHUNK: 4}
+SHORT = {SMALL: Shape(64, 2, 1)}  # by rows of a tile: sequences of one that small
+ONE_TILE = Shape(64, 4, 1)  # a sequence
 MANY_TILES = Shape(64, 4, 3)
 
 
@@ -71,29 +72,33 @@ def tiled(
     """Sequences in tiles of rows."""
     key_heads, heads, count, size = layer.key_heads, layer.value_heads, len(tiles.tiles), tiles.rows
     qs, ks = (x.new_empty((count, key_heads, size, DIM)) for _ in range(2))
-    ws, us = (x.new_empty((count, heads, size, DIM)) for _ in range(2))
-    ps = x.new_empty((count, heads, size, size))
-    gs = x.new_empty((count, heads, size), dtype=torch.float32)
-    weight = layer.convolution.weight
+    us, weight = x.new_empty((count, heads, size, DIM)), layer.convolution.weight
     launch(
         _lines(x.dtype, weight.dtype, states.inputs.dtype, size),
         count * (2 * key_heads + heads),
         *(x, x.stride(0), weight, states.inputs, tiles.tiles, tiles.tile_sources),
         *(qs, ks, us, key_heads, heads),
     )
+    gates = (ba, ba.stride(0), layer.decay.a_log, layer.decay.dt_bias, tiles.tiles)
+    if size in SHORT:
+        launch(
+            _short(x.dtype, states.inputs.dtype, states.matrices.dtype, size),
+            count * heads,
+            *(x, x.stride(0), *gates, tiles.sources, tiles.slots, qs, ks, us),
+            *(states.inputs, states.matrices, out, out.stride(0), key_heads, heads),
+        )
+        return
+    ws, ps = torch.empty_like(us), x.new_empty((count, heads, size, size))
+    gs = x.new_empty((count, heads, size), dtype=torch.float32)
+    sizes = (key_heads, heads)
+    launch(_tiles(x.dtype, size), count * heads, *gates, qs, ks, us, ws, ps, gs, *sizes)
+    shape = MANY_TILES if tiles.most > 1 else ONE_TILE
     launch(
-        _tiles(x.dtype, size),
-        count * heads,
-        *(ba, ba.stride(0), layer.decay.a_log, layer.decay.dt_bias, tiles.tiles),
-        *(qs, ks, us, ws, ps, gs, key_heads, heads),
-    )
-    shape = MANY_TILES if tiles.most > 1 else ONE_TILE[size]
-    launch(
-        _pass_variant(x.dtype, states, size, shape),
+        _pass(x.dtype, states.inputs.dtype, states.matrices.dtype, size, shape),
         len(tiles.sources) * heads * (DIM // shape.columns),
         *(x, x.stride(0), qs, ks, ws, us, ps, gs, states.inputs, states.matrices),
         *(out, out.stride(0), tiles.chains, tiles.sources, tiles.stops, tiles.slots),
-        *(key_heads, heads),
+        *sizes,
     )
 
 
@@ -103,16 +108,11 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
         yield _rows(dtype, matrices, ROWS)
     for weight, size in itertools.product((dtype, torch.float32), (CHUNK, SMALL)):
         yield _lines(dtype, weight, dtype, size)
-    for size in (CHUNK, SMALL):
-        yield _tiles(dtype, size)
-    for matrices, (size, shape) in itertools.product(
-        STATE_TYPES, ((CHUNK, MANY_TILES), *ONE_TILE.items())
-    ):
-        yield _pass(dtype, dtype, matrices, size, shape)
-
-
-def _pass_variant(dtype: torch.dtype, states: States, size: int, shape: Shape) -> Variant:
-    return _pass(dtype, states.inputs.dtype, states.matrices.dtype, size, shape)
+    yield _tiles(dtype, CHUNK)
+    for matrices in STATE_TYPES:
+        yield _short(dtype, dtype, matrices, SMALL)
+        for shape in (ONE_TILE, MANY_TILES):
+            yield _pass(dtype, dtype, matrices, CHUNK, shape)
 
 
 def _rows(dtype: torch.dtype, matrices: torch.dtype, shape: Shape) -> Variant:
@@ -137,6 +137,16 @@ def _tiles(dtype: torch.dtype, size: int) -> Variant:
     constants = (("DIM", DIM), ("ROWS", size), ("PRECISION", MERGING))
     aligned = (5, 6, 7, 8, 9, 10)
     return Variant("delta_tiles", arguments, aligned, constants, TILE_WARPS[size], 1)
+
+
+def _short(dtype: torch.dtype, inputs: torch.dtype, matrices: torch.dtype, size: int) -> Variant:
+    x, old, state = pointers(dtype, inputs, matrices)
+    gates = (x, "i32", x, "i32", "*fp32", "*fp32", "*i32", "*i64", "*i64")
+    arguments, shape = (*gates, x, x, x, old, state, x, "i32", "i32", "i32"), SHORT[size]
+    constants = {"DIM": DIM, "COLUMNS": shape.columns, "ROWS": size, "WIDTH": WIDTH}
+    given = (*constants.items(), ("PRECISION", MERGING))
+    aligned = (0, 1, 9, 10, 11, 12, 13, 14, 15)
+    return Variant("delta_short", arguments, aligned, given, shape.warps, shape.stages)
 
 
 def _pass(

@@ -47,9 +47,7 @@ class CudaRecurrent(Recurrent):
         return Plan(
             int(sequences.starts[-1]),
             None if few is None else FewRows(next(placed), next(placed), next(placed)),
-            tuple(
-                Tiles(each.rows, each.most, *(next(placed) for _ in range(6))) for each in tiled
-            ),
+            tuple(Tiles(each.rows, each.most, *(next(placed) for _ in range(6))) for each in tiled),
         )
 
     def plan_in_place(self, slots: torch.Tensor, sources: torch.Tensor) -> Plan:

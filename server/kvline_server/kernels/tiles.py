@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvline_server.kernels.recurrent import CHUNK, Sequences
 
-FEW = 4  # decodes with their draft tokens; at least as many as the convolution has inputs, less one
+FEW = 8  # decodes with their draft tokens; others have as many rows as the convolution has inputs
 SMALL = 16
 # Tiles that are computed at a time, but for those of one sequence: what a step takes is bounded,
 # also where each sequence's last tile has one row.

@@ -103,7 +103,9 @@ def _solved(a, at, ROWS: tl.constexpr, PRECISION: tl.constexpr):
 def _merged(inverse, lower, at, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Inverses of blocks of SIZE rows -> of twice as many."""
     to, of = at[:, None], at[None, :]
-    between = tl.where((to // SIZE != of // SIZE) & (to // (2 * SIZE) == of // (2 * SIZE)), lower, 0)
+    between = tl.where(
+        (to // SIZE != of // SIZE) & (to // (2 * SIZE) == of // (2 * SIZE)), lower, 0
+    )
     half = tl.dot(between, inverse, input_precision=PRECISION)
     return inverse - tl.dot(inverse, half, input_precision=PRECISION)
 
@@ -158,7 +160,6 @@ def delta_tiles(
     shared = (tile * key_heads + head // (heads // key_heads)).to(tl.int64) * (ROWS * DIM)
     square = at[:, None] * DIM + dim[None, :]
     k, q = tl.load(ks + shared + square), tl.load(qs + shared + square)
-    v = tl.load(vs + index * (ROWS * DIM) + square)
     share, decay = _gates(ba, ba_stride, a_log, dt_bias, start + at, at < count, head, heads)
     total = tl.cumsum(decay, axis=0)
     tl.store(gs + index * ROWS + at, total)
@@ -172,10 +173,66 @@ def delta_tiles(
     inverse = _solved(tl.dot(k, tl.trans(k)) * ahead * share[None, :], at, ROWS, PRECISION)
     keyed = (inverse * (share * tl.exp(total))[None, :]).to(kind)
     tl.store(ws + index * (ROWS * DIM) + square, tl.dot(keyed, k).to(kind))
+    v = tl.load(vs + index * (ROWS * DIM) + square)
     added = tl.dot((inverse * share[None, :]).to(kind), v).to(kind)
     turned = dim[:, None] * ROWS + at[None, :]
     tl.debug_barrier()
     tl.store(vs + index * (ROWS * DIM) + turned, tl.trans(added))
+
+
+@triton.jit
+def delta_short(
+    x, stride, ba, ba_stride, a_log, dt_bias, tiles, sources, slots, qs, ks, vs, inputs, matrices,
+    out, out_stride, key_heads, heads, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A sequence of one tile, of a value head, a program: what delta_tiles and delta_pass do, and
+    nothing but the state goes through memory. COLUMNS of the state at a time."""
+    _after_the_last()
+    tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    start, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
+    source, slot = tl.load(sources + tile), tl.load(slots + tile)
+    at, dim, key_head = tl.arange(0, ROWS), tl.arange(0, DIM), head // (heads // key_heads)
+    shared = (tile * key_heads + key_head).to(tl.int64) * (ROWS * DIM)
+    square = at[:, None] * DIM + dim[None, :]
+    k, q = tl.load(ks + shared + square), tl.load(qs + shared + square)
+    share, decay = _gates(ba, ba_stride, a_log, dt_bias, start + at, at < count, head, heads)
+    total, end = tl.cumsum(decay, axis=0), tl.sum(decay)
+    kind: tl.constexpr = qs.dtype.element_ty
+    lower, upper = at[:, None] >= at[None, :], at[:, None] < at[None, :]
+    faded = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
+    asked = (tl.dot(q, tl.trans(k)) * faded).to(kind)
+    ahead = tl.exp(tl.where(upper, total[None, :] - total[:, None], float("-inf")))
+    inverse = _solved(tl.dot(k, tl.trans(k)) * ahead * share[None, :], at, ROWS, PRECISION)
+    solved = (inverse * share[None, :]).to(kind)
+    reach, left = tl.exp(total)[:, None], tl.exp(end - total)[:, None]
+    channels, size = (2 * key_heads + heads) * DIM, heads * DIM * DIM
+    for block in range(DIM // COLUMNS):
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        place = head * DIM * DIM + dim[:, None] * DIM + column[None, :]
+        index = (tile * heads + head).to(tl.int64) * (ROWS * DIM)
+        v = tl.load(vs + index + at[:, None] * DIM + column[None, :])
+        made = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if source != NONE:
+            kept = tl.load(matrices + source * size + place)
+            before = kept.to(kind)
+            v = (v.to(tl.float32) - reach * tl.dot(k, before)).to(kind)
+            made = reach * tl.dot(q, before)
+        new = tl.dot(solved, v)
+        made = tl.dot(asked, new.to(kind), made)
+        where = out + (start + at).to(tl.int64)[:, None] * out_stride + head * DIM + column[None, :]
+        tl.store(where, made.to(out.dtype.element_ty), mask=(at < count)[:, None])
+        if slot != NONE:
+            state = tl.dot(tl.trans(k), (new * left).to(kind))
+            if source != NONE:
+                # A second time: it need not be kept meanwhile.
+                kept = tl.load(matrices + source * size + place)
+                state += kept.to(tl.float32) * tl.exp(end)
+            tl.store(matrices + slot * size + place, state.to(matrices.dtype.element_ty))
+            _leave(
+                x, stride, inputs, slot, channels, start + count, key_head, key_heads, head, heads,
+                column, DIM, WIDTH,
+            )  # fmt: skip
 
 
 @triton.jit

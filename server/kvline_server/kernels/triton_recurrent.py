@@ -1,8 +1,8 @@
 """Triton code that recurrent layers share: the convolution, the gates, the norms behind them.
 
-kernels/cubins.py compiles and launches the kernels. Reference: kernels/torch_recurrent.py. A slot of
-DUMMY (recurrent.py) is neither read nor written here: a sequence that starts from zero loads
-nothing, so NaN in a freed slot is never multiplied by anything.
+kernels/cubins.py compiles and launches the kernels. Reference: kernels/torch_recurrent.py. The slot
+DUMMY (recurrent.py) is neither read nor written: a sequence that starts from zero loads nothing, so
+NaN in a freed slot is never multiplied by anything.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _silu(x):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + e^x). The hardware's logarithm has an absolute error: of small arguments the series."""
+    """log(1 + e^x). The hardware's logarithm has an absolute error: of small e^x the series."""
     e = tl.exp(tl.minimum(x, 20.0))
     series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2))))
     return tl.where(x > 20.0, x, tl.where(e < 0.0625, series, tl.log(1.0 + e)))
@@ -51,16 +51,6 @@ def _half(weight, words):
 
 
 @triton.jit
-def _line(x, stride, inputs, source, channels, row, first, channel, WIDTH: tl.constexpr):
-    """The convolution's input of one row of a sequence that begins at row `first`: what is before
-    it is in its source, the newest last. -> float32, as channel"""
-    here, kept = row >= first, (row < first) & (source != NONE)
-    old = inputs + (source * (WIDTH - 1) + (WIDTH - 1) + (row - first)) * channels
-    made = tl.load(x + row.to(tl.int64) * stride + channel, mask=here, other=0.0).to(tl.float32)
-    return made + tl.load(old + channel, mask=kept, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _lines(
     x, stride, inputs, source, channels, start, count, first, channel, lag: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -70,12 +60,11 @@ def _lines(
     row, real = start + at - lag, at < count
     where = x + row.to(tl.int64)[:, None] * stride + channel[None, :]
     made = tl.load(where, mask=(real & (row >= first))[:, None], other=0.0).to(tl.float32)
-    if lag > 0:
-        if (start - lag < first) & (source != NONE):
-            old = (source * (WIDTH - 1) + (WIDTH - 1) + (row - first)) * channels
-            early = (real & (row < first))[:, None]
-            kept = tl.load(inputs + old[:, None] + channel[None, :], mask=early, other=0.0)
-            made += kept.to(tl.float32)
+    if (start - lag < first) & (source != NONE):
+        old = (source * (WIDTH - 1) + (WIDTH - 1) + (row - first)) * channels
+        early = (real & (row < first))[:, None]
+        kept = tl.load(inputs + old[:, None] + channel[None, :], mask=early, other=0.0)
+        made += kept.to(tl.float32)
     return made
 
 
@@ -108,22 +97,25 @@ def _filtered(
 @triton.jit
 def convolve_rows(
     x, stride, weight, bias, inputs, out, spans, slots, sources, lines, queries, keys,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr,
+    DIM: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of few rows of a sequence, DIM channels a program, in float32, and what they
-    leave in the slot. Of the lines of DIM channels the first are `queries`, then `keys`, of length
-    1; queries over the root of DIM. out [rows, lines * DIM], by rows of x"""
+    """The convolution of few rows of a sequence, LINES of DIM channels a program, in float32, and
+    what they leave in the slot. Of `lines` of channels the first are `queries`, then `keys`, of
+    length 1; queries over the root of DIM. out [rows, lines * DIM], by rows of x"""
     _after_the_last()
-    sequence, line = tl.program_id(0) // lines, tl.program_id(0) % lines
+    parts = lines // LINES
+    sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     slot, source = tl.load(slots + sequence), tl.load(sources + sequence)
     first, end = tl.load(spans + 2 * sequence), tl.load(spans + 2 * sequence + 1)
     if slot == NONE:  # padding
         return
-    channels, channel = lines * DIM, line * DIM + tl.arange(0, DIM)
+    line, channels = part * LINES + tl.arange(0, LINES)[:, None], lines * DIM
+    channel = line * DIM + tl.arange(0, DIM)[None, :]
     w0, w1, w2, w3 = _taps(weight, channel, WIDTH)
-    old0 = _line(x, stride, inputs, source, channels, first - 3, first, channel, WIDTH)
-    old1 = _line(x, stride, inputs, source, channels, first - 2, first, channel, WIDTH)
-    old2 = _line(x, stride, inputs, source, channels, first - 1, first, channel, WIDTH)
+    old = inputs + source * (WIDTH - 1) * channels + channel
+    old0 = tl.load(old, mask=source != NONE, other=0.0).to(tl.float32)
+    old1 = tl.load(old + channels, mask=source != NONE, other=0.0).to(tl.float32)
+    old2 = tl.load(old + 2 * channels, mask=source != NONE, other=0.0).to(tl.float32)
     for turn in range(end - first):
         row = (first + turn).to(tl.int64)
         new = tl.load(x + row * stride + channel).to(tl.float32)
@@ -131,10 +123,9 @@ def convolve_rows(
         if BIASED:
             made += tl.load(bias + channel).to(tl.float32)
         made = _silu(made)
-        if line < queries + keys:
-            made *= tl.rsqrt(tl.sum(made * made) + EPSILON)
-            if line < queries:
-                made *= 1.0 / tl.sqrt(DIM * 1.0)
+        unit = tl.rsqrt(tl.sum(made * made, axis=1) + EPSILON)[:, None]
+        scale = tl.where(line < queries, unit / tl.sqrt(DIM * 1.0), unit)
+        made *= tl.where(line < queries + keys, scale, 1.0)
         tl.store(out + row * channels + channel, made)
         old0, old1, old2 = old1, old2, new
     own = inputs + slot * (WIDTH - 1) * channels + channel

@@ -1,8 +1,9 @@
 """Triton kernels of Mamba2's scan; kernels/cubins.py compiles and launches them.
 
 As those of the delta rule (triton_delta_rule.py): `scan_rows` computes few rows of a sequence one
-after the other, `scan_tiles` all tiles of longer ones at once as far as no state is needed,
-`scan_pass` takes each sequence's state through them. Reference: kernels/torch_chunks.py.
+after the other; of longer ones `scan_lines` convolves all tiles, `scan_tiles` does what no state is
+needed for, `scan_pass` takes each sequence's state through its tiles. Reference:
+kernels/torch_chunks.py.
 """
 
 import triton
@@ -53,51 +54,70 @@ def scan_rows(
 
 
 @triton.jit
-def scan_tiles(
+def scan_lines(
     x, stride, dt, dt_stride, weight, bias, a_log, dt_bias, inputs, tiles, sources,
-    xs, bs, cs, ps, ds, gs, heads, groups,
+    xs, bs, cs, ds, gs, heads, groups,
     DIM: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of a group or a head a program. Of each tile and group it leaves B and C
-    [ROWS, STATE] and what they have of each other, ps [ROWS, ROWS]; of each tile and head x,
-    transposed, [DIM, ROWS], delta and the sum of decays' logarithms, ds and gs [ROWS]."""
+    """The convolution of a tile of rows, STATE channels a program: of some heads x [ROWS, DIM],
+    delta and the sum of decays' logarithms, ds and gs [ROWS]; or a group's B or C [ROWS, STATE]."""
     _after_the_last()
-    tile, one = tl.program_id(0) // (heads + groups), tl.program_id(0) % (heads + groups)
+    EACH: tl.constexpr = STATE // DIM
+    wide = heads // EACH
+    lines = wide + 2 * groups
+    tile, line = tl.program_id(0) // lines, tl.program_id(0) % lines
     start, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
     first, source = tl.load(tiles + 3 * tile + 2), tl.load(sources + tile)
-    at, channels = tl.arange(0, ROWS), heads * DIM + 2 * groups * STATE
+    at, channel = tl.arange(0, ROWS), line * STATE + tl.arange(0, STATE)
     kind: tl.constexpr = xs.dtype.element_ty
-    if one < groups:
-        of_b = heads * DIM + one * STATE + tl.arange(0, STATE)
-        b = _filtered(
-            x, stride, weight, bias, inputs, source, channels, start, count, first, of_b,
-            BIASED, WIDTH, ROWS,
-        ).to(kind)  # fmt: skip
-        c = _filtered(
-            x, stride, weight, bias, inputs, source, channels, start, count, first,
-            of_b + groups * STATE, BIASED, WIDTH, ROWS,
-        ).to(kind)  # fmt: skip
-        index = (tile * groups + one).to(tl.int64)
-        square = at[:, None] * STATE + tl.arange(0, STATE)[None, :]
-        tl.store(bs + index * (ROWS * STATE) + square, b)
-        tl.store(cs + index * (ROWS * STATE) + square, c)
-        shares = at[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(ps + index * (ROWS * ROWS) + shares, tl.dot(c, tl.trans(b)).to(kind))
+    made = _filtered(
+        x, stride, weight, bias, inputs, source, lines * STATE, start, count, first, channel,
+        BIASED, WIDTH, ROWS,
+    ).to(kind)  # fmt: skip
+    square = at[:, None] * STATE + tl.arange(0, STATE)[None, :]
+    if line < wide:
+        place = tile.to(tl.int64) * (heads * DIM * ROWS)
+        own = channel // DIM * (ROWS * DIM) + channel % DIM
+        tl.store(xs + place + at[:, None] * DIM + own[None, :], made)
+        head, real = line * EACH + tl.arange(0, EACH), (at < count)[None, :]
+        where = dt + (start + at).to(tl.int64)[None, :] * dt_stride + head[:, None]
+        step = tl.load(where, mask=real, other=0.0).to(tl.float32)
+        delta = tl.where(real, _softplus(step + tl.load(dt_bias + head)[:, None]), 0.0)
+        decay = -tl.exp(tl.load(a_log + head))[:, None] * delta
+        gates = (tile * heads + head).to(tl.int64)[:, None] * ROWS + at[None, :]
+        tl.store(ds + gates, delta)
+        tl.store(gs + gates, tl.cumsum(decay, axis=1))
+    elif line < wide + groups:
+        place = (tile * groups + line - wide).to(tl.int64) * (ROWS * STATE)
+        tl.store(bs + place + square, made)
     else:
-        head, dim = one - groups, tl.arange(0, DIM)
-        value = _filtered(
-            x, stride, weight, bias, inputs, source, channels, start, count, first,
-            head * DIM + dim, BIASED, WIDTH, ROWS,
-        ).to(kind)  # fmt: skip
-        index, real = (tile * heads + head).to(tl.int64), at < count
-        turned = dim[:, None] * ROWS + at[None, :]
-        tl.store(xs + index * (ROWS * DIM) + turned, tl.trans(value))
-        step = tl.load(dt + (start + at).to(tl.int64) * dt_stride + head, mask=real, other=0.0)
-        delta = tl.where(real, _softplus(step.to(tl.float32) + tl.load(dt_bias + head)), 0.0)
-        tl.store(ds + index * ROWS + at, delta)
-        decay = -tl.exp(tl.load(a_log + head)) * delta
-        tl.store(gs + index * ROWS + at, tl.cumsum(decay, axis=0))
+        place = (tile * groups + line - wide - groups).to(tl.int64) * (ROWS * STATE)
+        tl.store(cs + place + square, made)
+
+
+@triton.jit
+def scan_tiles(
+    bs, cs, ds, gs, ps, heads, groups, each,
+    STATE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What rows of a tile have of each other, ps [ROWS, ROWS], of `each` heads of a group a
+    program."""
+    _after_the_last()
+    parts = heads // each
+    tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    group, at = part * each // (heads // groups), tl.arange(0, ROWS)
+    square = at[:, None] * STATE + tl.arange(0, STATE)[None, :]
+    place = (tile * groups + group).to(tl.int64) * (ROWS * STATE)
+    b, c = tl.load(bs + place + square), tl.load(cs + place + square)
+    asked, lower = tl.dot(c, tl.trans(b)), at[:, None] >= tl.arange(0, ROWS)[None, :]
+    shares = at[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    for turn in range(each):
+        own = (tile * heads + part * each + turn).to(tl.int64)
+        total, delta = tl.load(gs + own * ROWS + at), tl.load(ds + own * ROWS + at)
+        faded = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
+        made = (asked * faded * delta[None, :]).to(ps.dtype.element_ty)
+        tl.store(ps + own * (ROWS * ROWS) + shares, made)
 
 
 @triton.jit
@@ -120,28 +140,23 @@ def scan_pass(
     kept = tl.load(matrices + source * size + place, mask=source != NONE, other=0.0)
     state, skipped = kept.to(tl.float32), tl.load(skip + head)
     square = at[:, None] * STATE + wide[None, :]
-    turned = dim[:, None] * ROWS + at[None, :]
+    narrow = at[:, None] * DIM + dim[None, :]
     shares = at[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    lower = at[:, None] >= tl.arange(0, ROWS)[None, :]
     while stop < last:
         until, ends = tl.load(stops + 2 * stop), tl.load(stops + 2 * stop + 1)
         slot = tl.load(slots + stop)
         for t in tl.range(tile, until, num_stages=STAGES):
             own, shared = (t * heads + head).to(tl.int64), (t * groups + group).to(tl.int64)
             c = tl.load(cs + shared * (ROWS * STATE) + square)
-            value = tl.load(xs + own * (ROWS * DIM) + turned)
-            p = tl.load(ps + shared * (ROWS * ROWS) + shares)
+            value = tl.trans(tl.load(xs + own * (ROWS * DIM) + narrow))
+            p = tl.load(ps + own * (ROWS * ROWS) + shares)
             b = tl.load(bs + shared * (ROWS * STATE) + square)
             delta, total = tl.load(ds + own * ROWS + at), tl.load(gs + own * ROWS + at)
             end = tl.load(gs + own * ROWS + ROWS - 1)
             made = tl.dot(state.to(kind), tl.trans(c)) * tl.exp(total)[None, :]
-            faded = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
-            value = value.to(tl.float32)
-            added = value * delta[None, :]
-            left = (added * tl.exp(end - total)[None, :]).to(kind)
-            state = tl.dot(left, b, state * tl.exp(end))
-            made = tl.dot(added.to(kind), tl.trans((p.to(tl.float32) * faded).to(kind)), made)
-            made += skipped * value
+            made = tl.dot(value, tl.trans(p), made) + skipped * value.to(tl.float32)
+            left = value.to(tl.float32) * (delta * tl.exp(end - total))[None, :]
+            state = tl.dot(left.to(kind), b, state * tl.exp(end))
             lines = row + (t - tile) * ROWS + at
             where = out + lines.to(tl.int64)[None, :] * out_stride + (head * DIM + dim)[:, None]
             tl.store(where, made.to(out.dtype.element_ty), mask=(lines < ends)[None, :])
