@@ -35,6 +35,7 @@ GPU = (
     "exchange",
     "windows",
     "structured",
+    "recurrent",
 )
 
 
