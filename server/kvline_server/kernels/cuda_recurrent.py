@@ -33,6 +33,8 @@ class Plan:
 
 
 class CudaRecurrent(Recurrent):
+    captures = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._spans: dict[int, torch.Tensor] = {}
@@ -51,8 +53,6 @@ class CudaRecurrent(Recurrent):
         )
 
     def plan_in_place(self, slots: torch.Tensor, sources: torch.Tensor) -> Plan:
-        """Of a captured step of one row a sequence. slots, sources int64 [rows], on the device,
-        read when the step runs"""
         rows = len(slots)
         if rows not in self._spans:
             at = torch.arange(rows, dtype=torch.int32, device=self.device)
