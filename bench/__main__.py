@@ -35,6 +35,7 @@ GPU = (
     "exchange",
     "windows",
     "structured",
+    "recurrent",
 )
 
 
@@ -51,6 +52,7 @@ def main(names: list[str]) -> int:
             "quality",
             "spread",
             "hits",
+            "snapshots",
             "ngram",
             "host",
             "grammars",

@@ -11,15 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from kvline_contract.codec import MAX_INTEGER
 from kvline_operator.api.spec import ServiceSpec, parse
 from kvline_operator.errors import SpecError
 from kvline_operator.observe.pods import Measured
+from kvline_operator.observe.slots import Slots
 from kvline_operator.plan import gate
 from kvline_operator.plan.acceptance import baseline_of, comparison_group
 from kvline_operator.plan.forecast import Bounds, bounds
 from kvline_operator.plan.phase import Policy, current_verdict, has_expired, tried
 from kvline_operator.plan.revisions import Revision, wanted
-from kvline_operator.plan.threshold import device
+from kvline_operator.plan.threshold import Threshold, device
+from kvline_operator.plan.trade import Asked
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.records import DRIFT_PERCENT
 from kvline_operator.store.revision_state import RevisionState, stable
@@ -50,6 +53,8 @@ class Answer:
     low: int | None = None  # KV tokens of a replica
     high: int | None = None
     required: int | None = None
+    sequences: int | None = None  # of a replica whose model keeps recurrent states
+    required_sequences: int | None = None
 
     def plain(self) -> Object:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
@@ -63,6 +68,7 @@ class Known:
     bytes_per_token: int
     tokens: Bounds
     source: str
+    slots: Slots | None = None
 
 
 def applied(new: Object, live: Object) -> Object:
@@ -106,14 +112,20 @@ def _same_pods(spec: ServiceSpec, accepted: RevisionEntry) -> Answer:
     capacity = accepted.state.capacity
     tokens = capacity.kv_tokens if capacity is not None else None
     required = spec.min_kv_tokens or None
-    if tokens is not None and tokens < spec.min_kv_tokens:
-        text = (
-            f"no new revision; spec.capacity.minKVTokens {spec.min_kv_tokens} is more than the "
-            f"{tokens} KV tokens of a replica: those that serve stay, others become ready no more"
-        )
-        return Answer(Result.REJECTED, text, accepted.name, tokens, tokens, required)
-    text = "no new revision, and no pod is restarted"
-    return Answer(Result.PASSES, text, accepted.name, tokens, tokens, required)
+    sequences = capacity.sequences if capacity is not None else None
+    result, text = Result.PASSES, "no new revision, and no pod is restarted"
+    for field, least, found, unit in (
+        ("minSequences", spec.min_sequences, sequences, "sequences"),
+        ("minKVTokens", spec.min_kv_tokens, tokens, "KV tokens"),
+    ):
+        if found is not None and found < least:
+            result = Result.REJECTED
+            text = (
+                f"no new revision; spec.capacity.{field} {least} is more than the {found} {unit} "
+                "of a replica: those that serve stay, others become ready no more"
+            )
+    asked = spec.min_sequences or None
+    return Answer(result, text, accepted.name, tokens, tokens, required, sequences, asked)
 
 
 def _decided(
@@ -125,7 +137,11 @@ def _decided(
     if verdict is not None:
         tokens, required = verdict.measured or None, verdict.required or None
         text = f"revision {revision.name} is decided: {verdict.message}"
-        return Answer(_of(verdict), text, revision.name, tokens, tokens, required)
+        answer = Answer(_of(verdict), text, revision.name, tokens, tokens, required)
+        if (counts := verdict.sequences) is None:
+            return answer
+        few = counts.required or None
+        return replace(answer, sequences=counts.measured, required_sequences=few)
     if has_expired(state, accepted, policy):
         why = state.expiry.message if state.expiry is not None else ""
         text = f"revision {revision.name} was not ready in time and is not tried again: {why}"
@@ -143,20 +159,20 @@ def _expected(
     spec: ServiceSpec, revision: Revision, state: RevisionState, accepted: RevisionEntry
 ) -> Answer:
     """The gate's verdict at both ends of what the new revision may measure."""
-    candidate = gate.Candidate(comparison_group(spec.inputs), ())
+    candidate = gate.Candidate(comparison_group(spec.inputs), (), asked=Asked.of(spec.inputs))
     baseline = baseline_of(accepted.state, accepted.inputs)
     why = gate.incomparable(candidate, baseline)
     if why and not spec.min_kv_tokens:
         text = f"it would be held, as it cannot be compared ({why}): set spec.capacity.minKVTokens"
         return Answer(Result.HELD, text, revision.name)
-    known = _before(state, accepted) or _by_arithmetic(spec, revision, accepted)
+    known = _before(state, accepted, candidate.asked) or _by_arithmetic(spec, revision, accepted)
     if known is None or (not known.tokens.low and known.tokens.high is None):
         text = "neither a stored figure nor arithmetic gives its KV tokens"
         return Answer(Result.UNKNOWN, text, revision.name)
 
     def at(tokens: int) -> Verdict:
-        size = Measured(known.gpu, tokens, known.bytes_per_token)
-        seen = gate.Candidate(candidate.group, (size,))
+        size = Measured(known.gpu, tokens, known.bytes_per_token, known.slots)
+        seen = replace(candidate, replicas=(size,))
         return gate.evaluate(seen, baseline, Policy.of(spec).thresholds)
 
     near = _with_noise(known.tokens)
@@ -164,27 +180,41 @@ def _expected(
     result = Result.UNKNOWN
     if low and at(low).result is not GateResult.REJECTED:
         result = _of(at(low))
-    elif high is not None and at(high).result is GateResult.REJECTED:
-        result = Result.REJECTED
-    limits = gate.thresholds(candidate, baseline, Policy.of(spec).thresholds).of(known.gpu)
-    text = f"{_range(known.tokens)} KV tokens ({known.source}), {limits.tokens:,} are required"
-    text += f" ({limits.source})" if limits.source else ""
-    return Answer(result, text, revision.name, known.tokens.low, known.tokens.high, limits.tokens)
+    elif at(MAX_INTEGER if high is None else high).result is GateResult.REJECTED:
+        result = Result.REJECTED  # for its sequences where no bound of its tokens is known
+    limits = gate.thresholds(candidate, baseline, Policy.of(spec).thresholds)
+    of_tokens, of_sequences = limits.of(known.gpu), limits.of_sequences(known.gpu)
+    text = f"{_range(known.tokens)} KV tokens ({known.source}), {_required(of_tokens)}"
+    low, high, least = known.tokens.low, known.tokens.high, of_tokens.least
+    if known.slots is None:
+        return Answer(result, text, revision.name, low, high, least)
+    sequences = known.slots.sequences
+    text += f"; {sequences:,} sequences, {_required(of_sequences)}"
+    trade = gate.trades(candidate, baseline).get(known.gpu)
+    text += f"; {trade.text}" if trade is not None and trade.text else ""
+    few = of_sequences.least
+    return Answer(result, text, revision.name, low, high, least, sequences, few)
 
 
-def _before(state: RevisionState, accepted: RevisionEntry) -> Known | None:
+def _required(limit: Threshold) -> str:
+    return f"{limit.least:,} are required" + (f" ({limit.source})" if limit.source else "")
+
+
+def _before(state: RevisionState, accepted: RevisionEntry, asked: Asked) -> Known | None:
     """What a revision with these inputs and this image has measured before."""
     if (served := state.capacity) is not None:
         gpu = served.provenance.gpu if served.provenance is not None else ""
-        tokens, each = served.kv_tokens, served.compared_bytes
+        tokens, each, slots = served.kv_tokens, served.compared_bytes, served.slots
     else:
         tokens = state.measured or state.seen_tokens
         each = accepted.state.bytes_per_token
         gpu = next(iter(accepted.state.baseline), "")
         if not tokens or len(accepted.state.baseline) > 1:  # on which GPU is not stored
             return None
+        before = (accepted.state.slots or {}).get(gpu)
+        slots = before and asked.expected(before)
     source = f"which an equal revision measured on {device(gpu)}"
-    return Known(gpu, each, Bounds(tokens, tokens), source)
+    return Known(gpu, each, Bounds(tokens, tokens), source, slots)
 
 
 def _by_arithmetic(spec: ServiceSpec, revision: Revision, accepted: RevisionEntry) -> Known | None:
@@ -194,7 +224,8 @@ def _by_arithmetic(spec: ServiceSpec, revision: Revision, accepted: RevisionEntr
     found = bounds(measured, accepted.inputs, spec.inputs)
     gpu = measured.provenance.gpu if measured.provenance is not None else ""
     source = f"arithmetic from the {measured.kv_tokens:,} of revision {accepted.name}"
-    return Known(gpu, measured.compared_bytes, found, source)
+    slots = measured.slots and Asked.of(spec.inputs).expected(measured.slots)
+    return Known(gpu, measured.compared_bytes, found, source, slots)
 
 
 def _with_noise(tokens: Bounds) -> Bounds:

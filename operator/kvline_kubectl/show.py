@@ -33,6 +33,8 @@ from kvline_operator.report.display import (
     memories,
     phase,
     reported,
+    slots,
+    slots_text,
     token_bytes,
     verdict,
     wanted,
@@ -77,9 +79,16 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
 
 def services(bodies: list[Object], with_namespace: bool) -> Table:
     """One line for each service."""
-    head = ["NAME", "READY", "REASON", "REPLICAS", "KV TOKENS", "IN ALL", "FULL SEQS", "REVISION"]
-    right = ("REPLICAS", "KV TOKENS", "IN ALL", "FULL SEQS")
-    made = table(*(["NAMESPACE"] if with_namespace else []), *head, "GATE", right=right)
+    figures = {
+        "KV TOKENS": "kvTokens",
+        "IN ALL": "kvTokensTotal",
+        "FULL SEQS": "fullLengthSequences",
+    }
+    if any("sequences" in ((body.get("status") or {}).get("capacity") or {}) for body in bodies):
+        figures["SEQUENCES"] = "sequences"  # of models whose layers keep recurrent states
+    head = ["NAME", "READY", "REASON", "REPLICAS", *figures, "REVISION", "GATE"]
+    head = ["NAMESPACE", *head] if with_namespace else head
+    made = table(*head, right=("REPLICAS", *figures))
     for body in bodies:
         meta, status = body["metadata"], body.get("status") or {}
         ready, capacity = condition_of(status, "Ready"), status.get("capacity") or {}
@@ -90,9 +99,7 @@ def services(bodies: list[Object], with_namespace: bool) -> Table:
             Text(ready.get("status", "-"), COLORS.get(ready.get("status", ""), "")),
             status.get("reason") or ready.get("reason", "-"),
             f"{status.get('readyReplicas', 0)}/{wanted(body['spec'], status)}",
-            number(capacity.get("kvTokens")),
-            number(capacity.get("kvTokensTotal")),
-            number(capacity.get("fullLengthSequences")),
+            *(number(capacity.get(key)) for key in figures.values()),
             rollout.get("stableRevision") or "-",
             (rollout.get("gate") or {}).get("result", "-"),
         )
@@ -110,6 +117,7 @@ def service(body: Object) -> RenderableType:
             f"{token_bytes(status)}, {capacity['source']} at "
             f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
         )
+        parts += [slots(status)] if slots(status) else []
         if not capacity.get("serving", True):
             parts.append(Text(f"no replica serves now; the last one served until {_as_of(status)}"))
         parts += estimates(status)
@@ -118,11 +126,12 @@ def service(body: Object) -> RenderableType:
         state = Text(item["status"], COLORS[item["status"]])
         made.add_row(item["type"], state, item["reason"], Text(item.get("message", "")))
     parts += ["", made]
-    made = table(
-        "REPLICA", "NODE", "STATE", "KV TOKENS", "ATTEMPTS", right=("KV TOKENS", "ATTEMPTS")
-    )
-    for item in status.get("replicaSizing") or []:
-        figures = [number(item.get(key)) for key in ("kvTokens", "attempts")]
+    sizing = status.get("replicaSizing") or []
+    shown = {"KV TOKENS": "kvTokens", "ATTEMPTS": "attempts"}
+    shown |= {"SEQUENCES": "sequences"} if any("sequences" in item for item in sizing) else {}
+    made = table("REPLICA", "NODE", "STATE", *shown, right=shown)
+    for item in sizing:
+        figures = [number(item.get(key)) for key in shown.values()]
         made.add_row(item["pod"], item.get("node", "-"), item["state"], *figures)
     parts += ["", made]
     gate = (status.get("rollout") or {}).get("gate")
@@ -159,26 +168,33 @@ def sized(report: SizingReport) -> RenderableType:
     length = effective.max_model_len if effective else 0
     text = (
         f"{number(result.kv_tokens)} KV tokens of {number(result.bytes_per_token)} bytes, "
-        f"{result.kv_tokens // length if length else 0} full-length sequences of {length:,}"
+        f"{result.sequences(length) if length else 0} full-length sequences of {length:,}"
     )
+    if result.state_slots is not None:
+        found = (result.state_slots, result.snapshots or 0, result.slot_bytes or 0)
+        text += f"; {slots_text(*found)}"
     return Group(*waterfalls(reported(report)), text)
 
 
 def comparison(reports: dict[str, SizingReport]) -> RenderableType:
     """A line for each choice, and under the table why one was not validated."""
-    columns = ("CHOICE", "KV TOKENS", "RATIO", "FULL SEQS")
+    columns = ["CHOICE", "KV TOKENS", "RATIO", "FULL SEQS"]
+    results = [report.result for report in reports.values()]
+    has_slots = any(found is not None and found.state_slots is not None for found in results)
+    columns += ["SEQUENCES", "SNAPSHOTS"] if has_slots else []
     made, why = table(*columns, right=columns[1:]), []
     first = next(iter(reports.values())).result
     for name, report in reports.items():
         result, effective = report.result, report.effective
         if result is None or effective is None:
-            made.add_row(name, "-", "-", "-")
+            made.add_row(name, *["-"] * (len(columns) - 1))
             text = report.failure.message if report.failure else f"ended in state {report.state}"
             why.append(Text(f"{name}: {text}", "red"))
             continue
         ratio = f"{result.kv_tokens / first.kv_tokens:.2f}" if first is not None else "-"
-        sequences = number(result.kv_tokens // max(1, effective.max_model_len))
-        made.add_row(name, number(result.kv_tokens), ratio, sequences)
+        sequences = number(result.sequences(max(1, effective.max_model_len)))
+        slots_of = [number(result.state_slots), number(result.snapshots)] if has_slots else []
+        made.add_row(name, number(result.kv_tokens), ratio, sequences, *slots_of)
     return Group(made, *why)
 
 

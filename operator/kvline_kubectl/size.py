@@ -19,7 +19,13 @@ from kvline_kubectl.size_job import Question, Reports, Say, operator_settings, r
 from kvline_operator.api.quantity import in_bytes
 
 Object = dict[str, Any]
-NUMBERS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
+NUMBERS = (
+    "maxModelLen",
+    "maxRunningRequests",
+    "maxPrefillTokens",
+    "maxTopLogprobs",
+    "prefixSnapshots",
+)
 
 
 def add_arguments(made: argparse.ArgumentParser) -> None:

@@ -101,6 +101,8 @@ class EngineOptions:
     speculation: Speculation | None = field(omit_none=True, default=None)
     default_max_tokens: int | None = field(low=1, high=MAX_TOKENS, omit_none=True, default=None)
     tool_call_parser: ToolCallParser | None = field(omit_none=True, default=None)
+    # Recurrent states kept for prefixes, of a model that has layers with a state.
+    prefix_snapshots: int | None = field(low=0, high=65536, omit_none=True, default=None)
 
 
 @document
@@ -158,6 +160,8 @@ class GateFile:
     )
     # Of the token in the operator's notices to pods; absent in files of earlier operators.
     token_sha256: str | None = field("tokenSHA256", limit=64, omit_none=True, default=None)
+    # Slots of running sequences; it asks nothing of a model without recurrent states.
+    required_sequences: int | None = field(omit_none=True, default=None)
 
     @classmethod
     def parse(cls, text: str | bytes) -> GateFile:
@@ -169,6 +173,12 @@ class GateFile:
         """Whether a notice with this token comes from the operator that wrote the file."""
         presented = sha256(token.encode()).hexdigest()
         return compare_digest(presented.encode(), (self.token_sha256 or "").encode())
+
+    def admits(self, result: Result, gpu: str = "") -> bool:
+        """Whether a replica of this size reaches both thresholds."""
+        slots, required = result.state_slots, self.required_sequences or 0
+        enough = slots is None or slots >= required
+        return enough and result.kv_tokens >= self.threshold(gpu)
 
     def threshold(self, gpu: str = "") -> int:
         """KV tokens that a replica on this GPU must have; `gpu` is its name in the report. For one
@@ -193,6 +203,9 @@ class Record:
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
     # Of the replica; absent for one. `memory` is that of the binding rank.
     ranks: int | None = field(low=1, high=MAX_RANKS, omit_none=True, default=None)
+    # As a Result's: the tokens are what these leave.
+    state_slots: int | None = field(low=1, omit_none=True, default=None)
+    snapshots: int | None = field(omit_none=True, default=None)
 
     def had_less_free_than(self, free_mib: int) -> bool:
         """Whether it was taken with less memory free, as beside another process."""
@@ -212,6 +225,8 @@ class Record:
             memory=MemoryV1.of(result.memory),
             gemm_kernels=result.gemm_kernels,
             ranks=len(result.ranks) if len(result.ranks) > 1 else None,
+            state_slots=result.state_slots,
+            snapshots=result.snapshots,
         )
 
 

@@ -10,6 +10,8 @@ from kvline_contract.codec import ContractError, document, field
 WEIGHTS, ACTIVATIONS, GRAPHS = "weights", "activations", "graphs"
 KV_CACHE, HEADROOM, OTHERS = "kv-cache", "headroom", "others"
 WINDOWS = "windows"  # the KV cache of layers with a sliding window, whatever the budget
+STATES = "states"  # recurrent states of running sequences, whatever their length
+SNAPSHOTS = "snapshots"  # recurrent states kept for prefixes
 EXPERTS = "experts"  # weights of a mixture of experts but for its router
 SCALES = "scales"  # of weights in fp8, and of experts in 4 bits
 COLLECTIVES = "collectives"  # what the exchange between ranks takes

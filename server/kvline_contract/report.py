@@ -218,6 +218,11 @@ class Result:
     full_bytes_per_token: int | None = field(low=1, omit_none=True, default=None)
     # KV tokens that a sequence of the longest length takes; absent where these are all of its own.
     sequence_tokens: int | None = field(low=1, omit_none=True, default=None)
+    # Slots of recurrent states: of sequences that run at once, and of prefixes; and the bytes of
+    # one, on a rank. Absent where no layer keeps a state.
+    state_slots: int | None = field(low=1, omit_none=True, default=None)
+    snapshots: int | None = field(omit_none=True, default=None)
+    slot_bytes: int | None = field(low=1, omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -229,8 +234,9 @@ class Result:
         return self.full_bytes_per_token or self.bytes_per_token
 
     def sequences(self, length: int) -> int:
-        """Sequences of so many tokens that the KV cache holds at once."""
-        return self.kv_tokens // max(1, self.sequence_tokens or length)
+        """Sequences of so many tokens that the KV cache and the slots hold at once."""
+        held = self.kv_tokens // max(1, self.sequence_tokens or length)
+        return min(held, self.state_slots or held)
 
     @property
     def binding_rank(self) -> int:

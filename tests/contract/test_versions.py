@@ -259,6 +259,38 @@ def test_a_gate_file_has_a_token_s_digest_where_the_operator_wrote_one_alone() -
         GateFile.parse(dumps(replace(newer, token_sha256="f" * 65)))
 
 
+def test_a_gate_admits_what_holds_both_its_tokens_and_its_sequences() -> None:
+    plain = result(validated(memory(weights=1)))
+    tokens = plain.kv_tokens
+    hybrid = replace(plain, state_slots=256)
+    gate = GateFile(1, True, tokens, required_sequences=256)
+    assert GateFile.parse(dumps(gate)) == gate
+    assert gate.admits(hybrid) and not gate.admits(replace(hybrid, kv_tokens=tokens - 1))
+    assert not gate.admits(replace(hybrid, state_slots=255))
+    assert gate.admits(plain), "no layer keeps a state, so none bounds its sequences"
+    assert GateFile(1, True).admits(hybrid)
+    assert "Sequences" not in dumps(GateFile(1, True))
+
+
+def test_a_report_without_slots_is_read_and_the_lesser_capacity_counts() -> None:
+    report = validated(memory(weights=5, states=7, snapshots=2))
+    plain = result(report)
+    assert plain.state_slots is plain.snapshots is plain.slot_bytes is None
+    for absent in ("stateSlots", "snapshots", "slotBytes"):
+        assert absent not in json.loads(report.dumps())["result"]
+    length = plain.kv_tokens // 4
+    assert plain.sequences(length) == 4
+    for slots, least in ((3, 3), (4, 4), (9, 4)):
+        hybrid = replace(plain, state_slots=slots, snapshots=0, slot_bytes=1 << 20)
+        assert hybrid.sequences(length) == least
+        assert replace(hybrid, sequence_tokens=2 * length).sequences(length) == min(2, slots)
+        for version in (1, 2, 3):
+            again = SizingReport.parse(replace(report, result=hybrid).dumps(version))
+            assert again.result == hybrid
+        record = decode(Record, loads(dumps(Record.of(hybrid)), 1 << 16), strict=True)
+        assert (record.state_slots, record.snapshots) == (slots, 0)
+
+
 def test_only_the_token_itself_is_known_by_its_digest() -> None:
     token = "0123456789abcdef"
     gate = GateFile(1, False, token_sha256=sha256(token.encode()).hexdigest())

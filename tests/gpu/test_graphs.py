@@ -69,7 +69,7 @@ def test_replay_is_eager_for_one_request_and_for_many(
         step = replace(
             build([Work(s, 0, rows, kind) for s in members]).step, logits_indices=logits_indices
         )
-        segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
+        segments.made.fill_(float("nan"))  # what an earlier, larger step left must not matter
         with torch.inference_mode():
             replayed = segments.run(step).clone()
         eager = forward(decoder, arena, step)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from engines import key_values
 from pairs import engine, worker
 
 from kvline_server.engine.engine import Engine
@@ -25,7 +26,7 @@ def poisoned(made: Engine, depth: int) -> Engine:
     runner = worker(made)
     runner.kernels.depth = depth
     runner.decoder.weights.embedding[BAD] = float("nan")
-    for layer in runner.arena.layers():
+    for layer in key_values(runner.arena):
         for part in (layer.keys, layer.values):
             as_words(part).fill_(-1)  # of any dtype's bits a NaN
     return made
@@ -80,7 +81,7 @@ def test_a_page_is_cleared_in_every_layer_and_no_other(
 ) -> None:
     arena = worker(poisoned(engine(shape(128), 80, scales=scales), 0)).arena
     arena.clear(0, torch.tensor([3, 77, 3], device="cuda"))
-    for layer in arena.layers():
+    for layer in key_values(arena):
         for part in (layer.keys, layer.values):
             bad = part.float().isnan().flatten(1)
             assert [i for i, page in enumerate(bad) if not page.any()] == [3, 77]

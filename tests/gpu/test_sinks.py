@@ -17,6 +17,7 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.memory.arena import Scales
+from kvline_server.model.attention import Attention
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder
 
@@ -106,8 +107,8 @@ def model(shape: Callable[..., ModelConfig]) -> ModelConfig:
 def sink(decoder: Decoder) -> None:
     """The same on both sides, in place, as in graphs that are captured."""
     for index, layer in enumerate(decoder.weights.layers):
-        assert layer.attention.sinks is not None
-        layer.attention.sinks.copy_(torch.linspace(-4, 4, 64).roll(7 * index))
+        assert isinstance(layer.mixer, Attention) and layer.mixer.sinks is not None
+        layer.mixer.sinks.copy_(torch.linspace(-4, 4, 64).roll(7 * index))
 
 
 @pytest.mark.parametrize(("scales", "most"), [((), 2e-2), ((Scales(0.02, 0.02),) * 3, 5e-2)])

@@ -101,6 +101,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("C15", {"capacity": {"kvTokens": "90"}}, "spec.capacity.kvTokens"),
     ("C15", {"capacity": {"kvTokens": 10**18}}, "spec.capacity.kvTokens"),
     ("C15", {"capacity": {"minKVTokens": 0}}, "spec.capacity.minKVTokens"),
+    ("C15", {"capacity": {"minSequences": 0}}, "spec.capacity.minSequences"),
     ("C22", {"hostNetwork": True}, "hostNetwork"),
     ("C22", {"serviceAccountName": "../x"}, "serviceAccountName"),
     ("C22", {"env": [{"name": "LD_PRELOAD", "value": "x"}]}, "spec.env[0].name"),

@@ -73,6 +73,18 @@ def ready_pod(tokens: int = 4096, name: str = "chat-aaaaa-1", **more: Any) -> Po
     return replace(PLAIN, name=name, ready=True, running=True, report=made, **more)
 
 
+def hybrid_pod(
+    tokens: int = 4096, slots: int = 256, snapshots: int = 64, name: str = "chat-aaaaa-1"
+) -> PodView:
+    """Of a model whose layers keep recurrent states, each as large as 8 KV tokens."""
+    plain = ready_pod(tokens, name)
+    assert plain.report is not None and plain.report.result is not None
+    result = replace(
+        plain.report.result, state_slots=slots, snapshots=snapshots, slot_bytes=8 * 512
+    )
+    return replace(plain, report=replace(plain.report, result=result))
+
+
 def recorded() -> dict[str, Record]:
     """The record that ready_pod() leaves."""
     return merge({}, [report(State.VALIDATED)])
@@ -83,7 +95,7 @@ def service_state(*pods: PodView, spec: dict[str, Any] | None = None, **more: An
     more.setdefault("plan", RolloutPlan({"aaaaa": 1}, "aaaaa"))
     more.setdefault("phases", {more["plan"].stable: Phase.ACCEPTED})
     spec_ = parse(body)
-    more.setdefault("limits", Thresholds(spec_.min_kv_tokens))
+    more.setdefault("limits", Thresholds(spec_.min_kv_tokens, 0, {}, spec_.min_sequences))
     return ServiceState(spec_, pods=pods, **more)
 
 

@@ -23,6 +23,7 @@ from kvline_operator.answers import Cause
 from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import canonical, parse
 from kvline_operator.errors import Invalid
+from kvline_operator.observe.slots import Slots
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import CapacityStatus, Spread
 from kvline_operator.store.revision_state import Expiry, RevisionState
@@ -233,3 +234,43 @@ def test_what_the_plugin_wrote_stays_when_a_manifest_is_applied() -> None:
 def test_exit_codes_are_none_of_an_error_s() -> None:
     assert EXIT_CODES[Result.PASSES] == 0
     assert not {1, 2} & set(EXIT_CODES.values()) and set(EXIT_CODES) == set(Result)
+
+
+def hybrid(running: int = 256, snapshots: int = 64) -> RevisionState:
+    """Of a model whose layers keep recurrent states, each as large as 10 tokens."""
+    slots = Slots(running, snapshots, 10 * EACH)
+    has = replace(SERVED, sequences=running, snapshots=snapshots, slot_bytes=10 * EACH)
+    return replace(STABLE, slots={"": slots}, capacity=has)
+
+
+def test_a_change_of_slots_is_answered_with_what_it_trades() -> None:
+    asked_now = {**ENGINE, "prefixSnapshots": 64}
+    before = revision(service(engine=asked_now), hybrid(16))
+
+    def to(**spec: Any) -> Answer:
+        return check(service(**spec), (before,), False)
+
+    fewer = to(engine={**asked_now, "prefixSnapshots": 0})
+    assert fewer.result is Result.PASSES and fewer.low is not None
+    assert abs(fewer.low - TOKENS - 640) < 64
+    assert "16 sequences, 16 are required (95 % of the baseline 16 on a CPU)" in fewer.message
+    assert "-64 snapshots leave 640 more KV tokens" in fewer.message
+    assert (fewer.sequences, fewer.required_sequences) == (16, 16)
+    more = to(engine={**asked_now, "maxRunningRequests": 64})
+    assert more.result is Result.UNKNOWN and more.required == 19_000
+    assert "64 sequences, 0 are required; +48 requests cost 480 KV tokens" in more.message
+    less = {**asked_now, "maxRunningRequests": 8}
+    few = to(engine=less, capacity={"minSequences": 9})
+    assert few.result is Result.REJECTED, "whatever its KV tokens are"
+    assert "9 are required (spec.capacity.minSequences)" in few.message
+    assert to(engine=less).result is Result.PASSES
+
+
+def test_a_minimum_of_sequences_is_compared_with_what_serves() -> None:
+    before = revision(service(), hybrid(16))
+    for least, result in ((16, Result.PASSES), (17, Result.REJECTED)):
+        answer = check(service(capacity={"minSequences": least}), (before,), False)
+        assert answer.result is result and answer.required_sequences == least
+    assert "minSequences 17 is more than the 16 sequences of a replica" in answer.message
+    plain = asked(service(capacity={"minSequences": 17}))
+    assert plain.result is Result.PASSES and plain.sequences is None

@@ -111,7 +111,7 @@ def test_too_little_names_both_figures_and_the_knobs() -> None:
     assert got["CapacitySufficient"].reason == "BelowMinimum"
     text = got["Ready"].message
     assert "900" in text and "1000" in text and "100 short" in text and "memory" in text
-    assert status.replica_state(small, 1000) == "BelowMinimum"
+    assert status.replica_state(small, Thresholds(1000)) == "BelowMinimum"
 
 
 def test_a_candidate_s_replica_that_the_gate_holds_back_names_what_binds_it() -> None:

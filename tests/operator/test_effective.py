@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from services import PLAIN, ready_pod, service_state
+from services import PLAIN, hybrid_pod, ready_pod, service_state
 
 from kvline_operator.api.spec import parse
 from kvline_operator.plan.podspec import pod_template
@@ -87,7 +87,7 @@ def test_the_schema_has_every_field_and_no_other() -> None:
         },
     }
     status = schema()["status"]["properties"]
-    assert paths(effective(service_state(ready_pod(), spec=spec))) == known(status["effective"])
+    assert paths(effective(service_state(hybrid_pod(), spec=spec))) == known(status["effective"])
 
 
 def test_every_field_has_the_name_that_it_has_in_the_spec() -> None:

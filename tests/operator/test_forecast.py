@@ -39,6 +39,7 @@ class Machine:
     block: int
     window: int = 1024  # tokens that some layers see
     hidden: int = 0  # bytes of a token in these, in the model's dtype; 0: there are none
+    state: int = 0  # bytes of a sequence's recurrent state; 0: there is none
 
     def size(self, inputs: Object, memory: int) -> CapacityStatus | None:
         """None where the model does not fit."""
@@ -50,6 +51,13 @@ class Machine:
             frees * (count * (self.window + 32) + rows) * self.hidden // scale
             for count in range(MOST + 1)
         ]
+        asked = engine.get("prefixSnapshots")
+
+        def states(running: int) -> int:
+            """Of sequences, of prefixes, as many by default, and of rows that only fill a batch."""
+            return (running + (running if asked is None else asked) + 1) * self.state
+
+        reserved = [taken + states(count) for count, taken in enumerate(windows)]
         running = engine["maxRunningRequests"] or self._running(
             windows, (memory - self.weights - headroom) * MIB
         )
@@ -60,7 +68,7 @@ class Machine:
         full = (self.wide + self.hidden) // scale
         each = self.wide // scale if frees else full
         beside = 0 if self.gpu else self.beside + self.shared * (running > 1)
-        taken = windows[running] + self.weights * MIB + growth + clients
+        taken = reserved[running] + self.weights * MIB + growth + clients
         left = memory * MIB - taken - (headroom + 24) * MIB
         tokens = (left // (each + beside) // PAGE - 1) * PAGE
         if tokens < PAGE:
@@ -69,6 +77,8 @@ class Machine:
         parts = {"weights": self.weights, "activations": -(-growth // MIB), "kv-cache": kv}
         if frees:
             parts["windows"] = -(-windows[running] // MIB)
+        if self.state:
+            parts["states"] = -(-states(running) // MIB)
         if not self.gpu:
             parts["clients"] = -(-(clients + tokens * beside) // MIB)
         parts["headroom"] = headroom
@@ -86,7 +96,14 @@ class Machine:
             fingerprint="f",
             cache_dtype="float32",
             full_bytes_per_token=full if self.hidden else None,
+            **self._slots(running, asked),
         )
+
+    def _slots(self, running: int, asked: int | None) -> Object:
+        if not self.state:
+            return {}
+        snapshots = running if asked is None else asked
+        return {"sequences": running, "snapshots": snapshots, "slot_bytes": self.state}
 
     def _running(self, windows: list[int], left: int) -> int:
         """Where the spec does not say."""
@@ -115,6 +132,7 @@ machines = st.builds(
     block=st.sampled_from([16, 64, 128]),
     window=st.sampled_from([512, 1024, 4096]),
     hidden=st.sampled_from([0, 0, 4096, 40960]),
+    state=st.sampled_from([0, 0, 1 << 18, 20 << 20]),
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "memory": st.integers(512, 8192),
@@ -123,6 +141,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "maxPrefillTokens": st.integers(64, 2048),
     "kvCacheDtype": st.sampled_from(["auto", "fp8"]),
     "headroomMiB": st.integers(0, 256),
+    "prefixSnapshots": st.one_of(st.none(), st.integers(0, MOST)),
 }
 settings = st.fixed_dictionaries(FIELDS)
 
@@ -286,6 +305,32 @@ def test_half_of_the_memory_is_surely_less_and_the_half_more_surely_more() -> No
     assert less.high is not None and less.high < 0.8 * tokens
     assert more.low > 1.5 * tokens
     assert bounds_of(resources={"memory": "2147483648"}).low == tokens  # the same, in bytes
+
+
+def test_slots_are_counted_as_what_they_take() -> None:
+    """Snapshots exactly; requests at least, as steps and windows take less with them too."""
+    hybrid = replace(CPU, gpu=True, state=4 << 20)
+    before = inputs_of({**GIVEN, "prefixSnapshots": 32}, True)
+    made = hybrid.size(before, 2048)
+    assert made is not None and (made.sequences, made.snapshots) == (16, 32)
+
+    def found(**engine: Any) -> Bounds:
+        assert made is not None
+        return bounds(made, before, {**before, "engine": {**before["engine"], **engine}})
+
+    slot = (4 << 20) / 46080
+    for snapshots in (0, 33):
+        more, gained = found(prefixSnapshots=snapshots), (32 - snapshots) * slot
+        assert abs(more.low - made.kv_tokens - gained) < 64
+        assert more.high is not None and abs(more.high - made.kv_tokens - gained) < 64
+    assert found(maxRunningRequests=8).low > made.kv_tokens + 8 * slot - 64
+    raised = found(maxRunningRequests=32)
+    assert raised.low == 0 and raised.high is not None
+    assert raised.high < made.kv_tokens - 16 * slot + 64
+    assert found(prefixSnapshots=None) == Bounds(0, None), "the server's default"
+    (row,) = (r for r in estimates(made, before, 16) if r.field.endswith("prefixSnapshots"))
+    assert (row.value, row.bound) == ("16", "AtLeast")
+    assert abs(row.kv_tokens - made.kv_tokens - 16 * slot) < 64
 
 
 def gemma(max_model_len: int, running: int | None = 128) -> tuple[CapacityStatus, Object]:

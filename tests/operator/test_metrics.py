@@ -44,6 +44,7 @@ STATUS: dict[str, Any] = {
         "kvTokensTotal": 230,
         "spread": {"min": 100, "max": 130},
         "fullLengthSequences": 3,
+        "sequences": 16,
         "attempts": 2,
         "memory": encode(MEMORY),
     },
@@ -51,7 +52,7 @@ STATUS: dict[str, Any] = {
         "stableRevision": "aaaaa",
         "rejectedRevision": "bbbbb",
         "imageOutdated": True,
-        "gate": {"measured": 50, "required": 95, "baseline": 100},
+        "gate": {"measured": 50, "required": 95, "baseline": 100, "sequences": {"measured": 8}},
     },
     "conditions": [
         {"type": "Ready", "status": "True", "reason": "Serving"},
@@ -121,6 +122,8 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
     assert value("memory_bytes", "part=total") == 22 << 20
     assert value("replicas", "state=wanted") == 4  # desiredReplicas, not spec.replicas
     assert value("gate_tokens", "figure=required") == 95
+    assert value("gate_sequences", "figure=measured") == 8
+    assert (value("full_length_sequences"), value("sequences")) == (3, 16)
     assert value("image_outdated") == 1
     assert value("validation_attempts") == 2
     assert found["kvline_service_condition", f"{where.replace(',', ',reason=Serving,')},type=Ready"]

@@ -21,6 +21,7 @@ from kvline_contract.codec import encode
 from kvline_contract.memory import FIGURES, Memory, MemoryV1, Part
 from kvline_contract.report import State
 from kvline_kubectl import show
+from kvline_operator.page import view_model
 from kvline_operator.page.app import make
 from kvline_operator.page.view_model import WIDTH, age, grouped, line, moment, waterfall
 from kvline_operator.report.display import memories, memory
@@ -141,6 +142,24 @@ def test_a_part_that_no_reader_knows_is_shown_everywhere() -> None:
     with console.capture() as captured:
         console.print(show.waterfall(found))
     assert re.search(r"experts +40 +█ +of 8", captured.get())
+
+
+def test_recurrent_states_are_shown_where_a_model_has_them() -> None:
+    view = rolled_back()
+    assert "Sequences at once" not in page("/services/team/smollm2")
+    has = {"sequences": 1024, "snapshots": 64, "slotBytes": 153_944_064}
+    view.status["capacity"].update(has)
+    parts = (Part("states", 1500, "1,024 sequences"), Part("snapshots", 94), Part("others", 454))
+    view.status["capacity"]["memory"] = encode(MemoryV1.of(Memory(2048, parts)))
+    shown = StatusCache()
+    shown.put(view)
+    story = page("/services/team/smollm2", shown)
+    assert "Sequences at once" in story and "<b>1,024</b>" in story
+    assert "1,024 sequences at once and 64 snapshots of prefixes, 146.8 MiB each" in story
+    assert "states <small>1,024 sequences</small>" in story
+    style = (Path(view_model.__file__).parent / "static" / "style.css").read_text()
+    for part in ("states", "snapshots"):
+        assert f".part-{part} " in style and f'"part part-{part}"' in story
 
 
 def test_the_bars_of_a_terminal_of_80_columns_are_whole() -> None:

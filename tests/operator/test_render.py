@@ -329,6 +329,17 @@ def test_a_default_of_output_tokens_is_in_the_launch_file_where_it_is_asked_for(
         assert asked == engine.get("defaultMaxTokens")
 
 
+def test_prefix_snapshots_are_in_the_launch_file_where_the_spec_names_them() -> None:
+    """0 keeps none, and is not the server's default."""
+    for engine in ({}, {"prefixSnapshots": 0}, {"prefixSnapshots": 64}):
+        each = spec(engine=engine)
+        revision = wanted(each, [], "image")
+        launch = controller_revision(each, revision, Settings("image"))["data"]["launch"]
+        assert ("prefixSnapshots" in launch) == bool(engine)
+        asked = LaunchConfig.parse(launch).engine.prefix_snapshots
+        assert asked == engine.get("prefixSnapshots")
+
+
 def test_a_parser_of_tool_calls_is_in_the_launch_file_where_it_is_named() -> None:
     """Another one makes a revision, whose budget is compared with that of before."""
     found, groups = [], []

@@ -99,6 +99,8 @@ def test_defaults_are_not_invented() -> None:
     [
         ({"replicas": 5}, False),
         ({"capacity": {"minKVTokens": 5}}, False),
+        ({"capacity": {"minSequences": 5}}, False),
+        ({"engine": {"prefixSnapshots": 0}}, True),
         ({"capacity": {"kvTokens": 4096}}, True),
         ({"capacity": {"headroomMiB": 64}}, True),
         ({"engine": {"maxModelLen": 4096}}, True),

@@ -17,12 +17,14 @@ from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.projection import Projection
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import HostArena, Scales
+from kvline_server.memory.arena import HostArena, KVLayer, Scales
 from kvline_server.memory.device import cpu_device
 from kvline_server.memory.groups import GroupedArena
+from kvline_server.memory.state_arena import StateArena
+from kvline_server.memory.states import StatePool
 from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder, cache_groups
+from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
@@ -67,12 +69,21 @@ def mapped(
     pages: int,
     kept: torch.dtype = torch.float32,
     scales: tuple[Scales, ...] = (),
+    slots: int = 2,
 ) -> GroupedArena:
-    """So many pages of each group, in host memory."""
+    """So many pages of each group, and slots of recurrent states, in host memory."""
     groups = cache_groups(made.config, longest, kept, scales)
-    arena = GroupedArena(groups, HostArena, pages * max(each.page_bytes for each in groups))
+    shapes, kernels = state_shapes(made.config), made.kernels
+    states = StateArena(shapes, slots, kernels.dtype, torch.float32, kernels.device).layers()
+    limit = pages * max(each.page_bytes for each in groups)
+    arena = GroupedArena(groups, HostArena, limit, states)
     arena.resize((pages,) * len(groups))
     return arena
+
+
+def key_values(arena: GroupedArena) -> list[KVLayer]:
+    """Of the layers that have them."""
+    return [each for each in arena.layers() if isinstance(each, KVLayer)]
 
 
 def engine(
@@ -86,18 +97,27 @@ def engine(
     kernels: TorchKernels | None = None,
     draft_tokens: int = 0,
     matchers: Matchers | None = None,
+    snapshots: int = 8,
 ) -> Engine:
     made = decoder(folder, model_len, kernels)
     scales: tuple[Scales, ...] = ()
     if fp8_cache:
         scales, _ = kv_scales.read(SafetensorsSource(folder), made.config)
     kept = torch.float8_e4m3fn if fp8_cache else torch.float32
-    arena = mapped(made, model_len, pages, kept, scales)
+    arena = mapped(made, model_len, pages, kept, scales, 1 + running + snapshots)
+    states = StatePool(running, snapshots) if made.config.recurrent else None
     runner = Worker(made, arena, rows, running, decode_rows(running, step, draft_tokens))
     executor = Local(runner, cpu_device(None, os.getpid()))
     eos = made.config.eos_token_ids
     found = Engine(
-        executor, running, step, model_len, eos, draft_tokens=draft_tokens, matchers=matchers
+        executor,
+        running,
+        step,
+        model_len,
+        eos,
+        draft_tokens=draft_tokens,
+        matchers=matchers,
+        states=states,
     )
     if found.speculation is not None:
         found.speculation.costs = Free()

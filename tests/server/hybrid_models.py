@@ -21,11 +21,9 @@ from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.group import Alone, Group
 from kvline_server.kernels.layout import GroupLayout, Layout, StateLayout
 from kvline_server.kernels.recurrent import DUMMY
-from kvline_server.memory.groups import Memory
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.state_shape import States
-from kvline_server.model.decoder import Decoder, state_shapes
-from kvline_server.model.sequence import Kind
+from kvline_server.model.decoder import Decoder
 
 LONGEST = 256
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -153,18 +151,11 @@ class Runner:
     def __init__(self, made: Decoder, count: int = 8) -> None:
         self.decoder, self.done = made, [0] * count
         self.held = pages_for(LONGEST)
-        kv = iter(mapped(made, LONGEST, 1 + count * self.held).layers())
-        shapes = iter(state_shapes(made.config))
-        self.memories: list[Memory] = []
-        for block in made.config.mixers:
-            if block.kind is Kind.ATTENTION:
-                self.memories.append(next(kv))
-                continue
-            shape = next(shapes)  # no slot is read before it was written
-            pools = (
-                torch.full((1 + count, *each), math.nan) for each in (shape.inputs, shape.matrices)
-            )
-            self.memories.append(States(*pools))
+        self.memories = mapped(made, LONGEST, 1 + count * self.held, slots=1 + count).layers()
+        for memory in self.memories:
+            if isinstance(memory, States):  # no slot is read before it was written
+                memory.inputs.fill_(math.nan)
+                memory.matrices.fill_(math.nan)
 
     def layout(self, work: Sequence[Work]) -> Layout:
         """Those that go on by one token are decodes."""

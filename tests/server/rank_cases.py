@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from drawn import Drawn
-from engines import finish, mapped, worker
+from engines import finish, key_values, mapped, worker
 from masked import mask_one
 
 from kvline_server.engine.engine import Engine
@@ -185,7 +185,7 @@ def made_by(case: Case, group: Group) -> dict[str, np.ndarray]:
 
 def cache(made: Engine) -> np.ndarray:
     """Its bytes, but for the page of padding. [layers, 2, pages, PAGE_SIZE, heads, dim]"""
-    layers = worker(made).arena.layers()
+    layers = key_values(worker(made).arena)
     every = torch.stack([torch.stack((kv.keys, kv.values)).view(torch.uint8) for kv in layers])
     return every[:, :, 1:].numpy()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Guess, play_to_end
+from engines import Guess, key_values, play_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -335,15 +335,15 @@ def test_an_arena_of_groups_has_the_layers_in_the_model_s_order() -> None:
     )
     arena = GroupedArena(groups, HostArena, 1 << 20)
     arena.resize((9, 5))
-    assert [len(layer.keys) for layer in arena.layers()] == [5, 9, 5]
+    assert [len(layer.keys) for layer in key_values(arena)] == [5, 9, 5]
     assert (
         arena.pages == (9, 5)
         and arena.nbytes == 9 * groups[0].page_bytes + 5 * groups[1].page_bytes
     )
-    for layer in arena.layers():
+    for layer in key_values(arena):
         layer.keys.fill_(1.0)
     arena.clear(1, torch.tensor([3]))
-    assert [float(layer.keys[3].sum()) for layer in arena.layers()] == [0.0, 128.0, 0.0]
+    assert [float(layer.keys[3].sum()) for layer in key_values(arena)] == [0.0, 128.0, 0.0]
 
 
 @given(st.integers(1, 90), st.integers(1, 70), st.integers(0, 300))

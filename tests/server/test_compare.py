@@ -14,18 +14,29 @@ from typing import Any
 
 import pytest
 from mxfp4_checkpoints import CONFIG, change
+from rich.console import Console
 from servers import FAULTS, launch_config
 from test_size import size
 from waiting import limit
 
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, KVCacheDtype, LoadFormat
+from kvline_contract.memory import SNAPSHOTS, STATES, Memory, Part
 from kvline_contract.report import SizingReport
 from kvline_operator.plan.forecast import estimates
 from kvline_operator.store.capacity_status import CapacityStatus
-from kvline_server.command.compare import AS_GIVEN, SETTINGS, check_memory, choices
+from kvline_server.command.compare import (
+    AS_GIVEN,
+    SETTINGS,
+    Measured,
+    check_memory,
+    choices,
+    table,
+)
+from kvline_server.command.size import summary
 
 AS_GIVEN_CELL = AS_GIVEN.replace(" ", "-")
+GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 NOWHERE = Path("/nowhere")  # where a choice that needs files would write them
 GIVEN = launch_config(Path("/model"), engine=EngineOptions(max_model_len=64))
 
@@ -48,7 +59,7 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("fp8", "expected FIELD=VALUE, of maxModelLen, .*kvCacheDtype, gpus, .*; got 'fp8'"),
+        ("fp8", "expected FIELD=VALUE, of maxModelLen, .*prefixSnapshots, gpus, .*; got 'fp8'"),
         ("device=cuda", "got 'device=cuda'"),
         ("gpus=", "got 'gpus='"),
         ("", "got ''"),
@@ -144,6 +155,45 @@ def test_every_setting_of_the_engine_can_be_compared() -> None:
         value = "fp8" if field == "kvCacheDtype" else "8" if field == "gpus" else "20"
         _, choice = choices(f"{field}={value}", GIVEN, NOWHERE)
         assert choice.launch != GIVEN
+
+
+def hybrid(name: str, tokens: int, running: int | None, snapshots: int | None) -> Measured:
+    """Of a model whose layers keep recurrent states; None: of one that has no such layer."""
+    report = SizingReport.parse((GOLDEN / "report-v2-ranks.json").read_bytes())
+    assert report.result is not None
+    states = Part(STATES, 10 * (running or 0)), Part(SNAPSHOTS, 10 * (snapshots or 0))
+    parts = (Part("kv-cache", 2000), *states)
+    rank = Memory(sum(part.mib for part in parts), parts)
+    slot = None if running is None else 10 << 20
+    has = replace(
+        report.result,
+        kv_tokens=tokens,
+        ranks=(rank,),
+        state_slots=running,
+        snapshots=snapshots,
+        slot_bytes=slot,
+    )
+    return Measured(name, replace(report, result=has))
+
+
+def test_recurrent_states_have_columns_where_a_choice_has_them() -> None:
+    given = hybrid(AS_GIVEN, 200_000, 256, 64)
+    more = hybrid("maxRunningRequests=512", 100_000, 512, 64)
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table([given, more]))
+    first, second = captured.get().splitlines()[2:4]
+    assert first.split()[-4:] == ["256", "+", "64", "3,200"]
+    assert second.split()[-4:] == ["512", "+", "64", "5,760"]
+    with console.capture() as captured:
+        console.print(table([hybrid(AS_GIVEN, 200_000, None, None)]))
+    assert "snapshots" not in captured.get()
+    result = given.report.result
+    assert result is not None
+    text = summary(given.report, result)
+    assert "256 sequences at once and 64 snapshots of prefixes of 10.0 MiB each" in text
+    plain = hybrid(AS_GIVEN, 200_000, None, None).report
+    assert plain.result is not None and "snapshots" not in summary(plain, plain.result)
 
 
 @pytest.mark.process

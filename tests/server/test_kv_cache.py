@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drawn import Drawn
-from engines import engine, finish, greedy, worker
+from engines import engine, finish, greedy, key_values, worker
 from near import FLIPPED, TOLERANCE, flips
 from safetensors.torch import load_file, save_file
 from servers import Server, launch_config
@@ -116,7 +116,7 @@ def calibrated(source: Path, folder: Path, layers: int = 2) -> Path:
     made = engine(source)
     answer(made, 8)
     scales = {}
-    for index, kv in enumerate(worker(made).arena.layers()):
+    for index, kv in enumerate(key_values(worker(made).arena)):
         # Not of the dummy page: no expert gets its rows, so they have whatever memory had.
         keys, values = (each[DUMMY_PAGE + 1 :].abs().max() for each in (kv.keys, kv.values))
         scales[KEYS.format(index)] = keys.reshape(1) / MOST
@@ -214,7 +214,7 @@ def played(made: Engine, params: SamplingParams) -> tuple[list[int], int]:
 def stored(made: Engine) -> list[np.ndarray]:
     """The prompt's keys and values of each layer, which are in the first pages."""
     pages = slice(1, 1 + len(PROMPT) // PAGE_SIZE)
-    layers = worker(made).arena.layers()
+    layers = key_values(worker(made).arena)
     return [torch.stack((kv.keys, kv.values))[:, pages].view(torch.uint8).numpy() for kv in layers]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import Drawn
-from engines import engine, finish, greedy, worker
+from engines import engine, finish, greedy, key_values, worker
 from safetensors.torch import load_file, save_file
 from ties import same_tokens
 
@@ -156,7 +156,7 @@ def test_pages_of_a_prompt_that_its_client_left_are_clean(
 
 def test_pages_that_sizing_left_are_clean(poisoned: Path) -> None:
     served = Served(poisoned, 0)
-    for layer in worker(served.made).arena.layers():
+    for layer in key_values(worker(served.made).arena):
         layer.keys[1:] = layer.values[1:] = float("nan")
     for id in range(4):
         served.answers(prompt(id, 50))

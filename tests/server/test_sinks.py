@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import mapped
+from engines import key_values, mapped
 from float64_attention import expected
 from safetensors.torch import save_file
 from test_shards import MODEL as OTHER
@@ -135,7 +135,7 @@ def test_a_file_without_them_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_decoder_gives_each_layer_its_own() -> None:
     made = Decoder(MODEL, load_weights(RandomSource(), MODEL, TorchKernels()), 64, TorchKernels())
     layout = planned([(9, 1)], [(30, 30)])
-    plans, layers = made.plan(layout), mapped(made, 64, 8).layers()
+    plans, layers = made.plan(layout), key_values(mapped(made, 64, 8))
     q = torch.randn(layout.rows, 12, 8)
     for index, kv in enumerate(layers):
         for part in (kv.keys, kv.values):

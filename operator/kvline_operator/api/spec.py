@@ -112,6 +112,7 @@ class ServiceSpec:
     served_name: str
     replicas: int
     min_kv_tokens: int
+    min_sequences: int
     reuse: Reuse
     rollout: Rollout
     autoscaling: Autoscaling | None
@@ -156,6 +157,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         served_name=model.get("servedName") or metadata["name"],
         replicas=spec.get("replicas", 1),
         min_kv_tokens=capacity.get("minKVTokens", 0),
+        min_sequences=capacity.get("minSequences", 0),
         reuse=_choice(Reuse, capacity.get("reuse", Reuse.AUTO), "capacity.reuse"),
         rollout=_rollout(spec),
         autoscaling=_autoscaling(spec),

@@ -13,6 +13,7 @@ from kvline_contract.exits import meaning
 from kvline_contract.names import DOWNLOAD_CONTAINER, SERVER_CONTAINER, revision_of
 from kvline_contract.report import Knob, Load, Result, SizingReport, State, Termination
 from kvline_operator.observe.reports import Reading
+from kvline_operator.observe.slots import Slots
 
 Object = dict[str, Any]
 KILLS = (0, 137, 143)  # exit codes after SIGTERM, SIGKILL, and SIGTERM before the server started
@@ -33,6 +34,7 @@ class Measured:
     gpu: str  # GPU model; empty on a CPU
     tokens: int
     bytes_per_token: int  # Result.compared_bytes
+    slots: Slots | None = None  # of a model whose layers keep recurrent states
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,8 @@ class PodView:
         if self.report is None or self.result is None:
             return None
         gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
-        return Measured(gpu, self.result.kv_tokens, self.result.compared_bytes)
+        result = self.result
+        return Measured(gpu, result.kv_tokens, result.compared_bytes, Slots.of(result))
 
     @cached_property
     def result(self) -> Result | None:

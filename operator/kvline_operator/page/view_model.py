@@ -11,6 +11,7 @@ from kvline_contract.memory import Memory
 from kvline_contract.progress import line as line_of_start
 from kvline_contract.report import SizingReport
 from kvline_operator.observe.pods import PodView, condition_of
+from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.report.advice import NOTHING, advise
 from kvline_operator.report.display import (
     changes,
@@ -19,6 +20,7 @@ from kvline_operator.report.display import (
     memories,
     memory,
     phase,
+    slots,
     token_bytes,
     verdict,
     wanted,
@@ -139,6 +141,7 @@ class Service:
     capacity: Object
     ranks: tuple[Waterfall, ...]
     token_bytes: str
+    slots: str
     per_gib: str
     estimates: tuple[Shown, ...]
     conditions: tuple[ConditionRow, ...]
@@ -198,6 +201,7 @@ def service(view: View, now: datetime) -> Service:
             Waterfall(title, waterfall(found), found.total_mib) for title, found in memories(status)
         ),
         token_bytes=token_bytes(status) if capacity else "",
+        slots=slots(status) if capacity else "",
         per_gib=per_gib(status),
         estimates=rows(status),
         conditions=tuple(_condition_row(c) for c in plain(status)),
@@ -246,13 +250,14 @@ def gate(verdict: Object | None) -> Gate | None:
 
 def replicas(view: View, now: datetime) -> tuple[Replica, ...]:
     most = max([1, *(p.kv_tokens or 0 for p in view.pods)])
-    minimum = (view.spec.get("capacity") or {}).get("minKVTokens", 0)
+    asked = view.spec.get("capacity") or {}
+    minimums = Thresholds(asked.get("minKVTokens", 0), 0, {}, asked.get("minSequences", 0))
     ordered = sorted(view.pods, key=lambda p: (p.revision, p.name))
-    return tuple(_replica(pod, minimum, most, now) for pod in ordered)
+    return tuple(_replica(pod, minimums, most, now) for pod in ordered)
 
 
-def _replica(pod: PodView, minimum: int, most: int, now: datetime) -> Replica:
-    state = replica_state(pod, minimum)
+def _replica(pod: PodView, minimums: Thresholds, most: int, now: datetime) -> Replica:
+    state = replica_state(pod, minimums)
     bad = state in ("BelowMinimum", "Unreachable", "Failed") or pod.failed is not None
     stages, seconds = _stages(pod.report)
     return Replica(

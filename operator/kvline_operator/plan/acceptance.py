@@ -13,6 +13,8 @@ from kvline_operator.api.spec import gpus, ranks
 from kvline_operator.observe.pods import Measured
 from kvline_operator.plan.gate import Baseline, ComparisonGroup
 from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.plan.trade import Asked
 from kvline_operator.store.capacity_status import CapacityStatus, retained
 from kvline_operator.store.revision_state import RevisionState, stable
 from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
@@ -55,7 +57,8 @@ def comparison_group(inputs: Object) -> ComparisonGroup:
 
 
 def baseline_of(state: RevisionState, inputs: Object) -> Baseline:
-    return Baseline(comparison_group(inputs), state.bytes_per_token, state.baseline)
+    group, asked = comparison_group(inputs), Asked.of(inputs)
+    return Baseline(group, state.bytes_per_token, state.baseline, state.slots or {}, asked)
 
 
 def accept_first(
@@ -83,9 +86,11 @@ def updated(
     serving: tuple[Measured, ...],
     promote: str = "",
     read: bool = True,
+    limits: Thresholds | None = None,
 ) -> dict[str, RevisionState]:
     """All states after this reconcile. `serving` are the ready replicas of plan.stable, all of them
-    where `read`; `promote` is spec.rollout.promote."""
+    where `read`; `promote` is spec.rollout.promote; `limits` are what `wanted` was compared
+    with."""
     out = dict(states)
     before = stable(states)
     if not before:
@@ -96,7 +101,8 @@ def updated(
     if plan.gate is not None:
         out[wanted] = _judged(out[wanted], plan.gate, states[before], promote == wanted)
     if plan.stable != before and serving:
-        out[plan.stable] = _accepted(out[plan.stable], plan, states[before])
+        mine = limits if plan.stable == wanted else None
+        out[plan.stable] = _accepted(out[plan.stable], plan, states[before], mine)
     elif serving and read and promote == plan.stable and not out[promote].promotion_used:
         out[promote] = _with_new_baseline(out[promote], serving)
     if serving:
@@ -134,11 +140,19 @@ def _judged(
     return replace(state, verdict=StoredVerdict.of(gate, stable.accepted), promotion_used=used)
 
 
-def _accepted(state: RevisionState, plan: RolloutPlan, before: RevisionState) -> RevisionState:
-    """The baseline is inherited, unless the revision was promoted or not comparable."""
-    compared = plan.gate is not None and plan.gate.baseline > 0
-    baseline = dict(before.baseline) if compared else {}
-    return replace(state, accepted=before.accepted + 1, baseline=baseline)
+def _accepted(
+    state: RevisionState, plan: RolloutPlan, before: RevisionState, limits: Thresholds | None
+) -> RevisionState:
+    """The baseline is inherited, unless the revision was promoted or not comparable; without what
+    its spec has traded."""
+    accepted = before.accepted + 1
+    if plan.gate is None or not plan.gate.baseline:
+        return replace(state, accepted=accepted, baseline={}, slots=None)
+    if limits is None:
+        return replace(state, accepted=accepted, baseline=dict(before.baseline), slots=before.slots)
+    slots = {gpu: s for gpu, s in (before.slots or {}).items() if gpu in limits.sequences}
+    baseline = dict(limits.baseline)
+    return replace(state, accepted=accepted, baseline=baseline, slots=slots or None)
 
 
 def _with_new_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:
@@ -147,7 +161,7 @@ def _with_new_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> R
     text = f"promoted by hand: {least} KV tokens begin a new baseline"
     verdict = Verdict(GateResult.PASSED, text, least, promoted=True)
     stored = StoredVerdict.of(verdict, state.accepted)
-    return replace(state, verdict=stored, baseline={}, promotion_used=True)
+    return replace(state, verdict=stored, baseline={}, slots=None, promotion_used=True)
 
 
 def _with_raised_baseline(
@@ -155,8 +169,13 @@ def _with_raised_baseline(
 ) -> RevisionState:
     """Raises the baseline of each GPU model to its smallest ready replica, if that is larger. Not
     before all are `read`: the smallest may be the one that has yet to answer."""
-    baseline = dict(state.baseline)
+    baseline, slots = dict(state.baseline), dict(state.slots or {})
     for gpu in {m.gpu for m in serving} if read else ():
         least = min(m.tokens for m in serving if m.gpu == gpu)
         baseline[gpu] = max(least, baseline.get(gpu, 0))
-    return replace(state, baseline=baseline, bytes_per_token=serving[0].bytes_per_token)
+        if found := [m.slots for m in serving if m.gpu == gpu and m.slots is not None]:
+            fewest = min(found, key=lambda each: each.sequences)
+            best = max(fewest.sequences, slots[gpu].sequences if gpu in slots else 0)
+            slots[gpu] = replace(fewest, sequences=best)
+    each = serving[0].bytes_per_token
+    return replace(state, baseline=baseline, slots=slots or None, bytes_per_token=each)

@@ -133,6 +133,10 @@ def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Obj
         return Effect()
     if _sets_running(path, measured, before):
         return UNKNOWN
+    if path == "engine.maxRunningRequests" and old is None:
+        old = measured.sequences  # the server's default, where slots are reserved for them
+    if path == "engine.prefixSnapshots" and measured.snapshots is not None:
+        return _of_snapshots(measured.snapshots if old is None else old, new, measured)
     if path == "resources.memory":
         return _of_memory(old, new, measured, resources)
     if path == "capacity.headroomMiB" and None not in (old, new):
@@ -145,23 +149,41 @@ def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Obj
             return UNKNOWN
         return Effect(-inf, (1 - 1 / known) * _bytes(measured, WINDOWS), ratio=known)
     if section == "engine" and field in LIMITS and None not in (old, new):
-        return _of_limit(field, old, new, measured)
+        asked = (before.get("engine") or {}).get("prefixSnapshots")
+        # The server's default may follow how many requests run.
+        follows = 0 if asked is not None else measured.snapshots or 0
+        return _of_limit(field, old, new, measured, follows)
     return UNKNOWN
 
 
-def _of_limit(field: str, old: int, new: int, measured: CapacityStatus) -> Effect:
-    length = field == "maxModelLen"
+def _of_limit(field: str, old: int, new: int, measured: CapacityStatus, snapshots: int) -> Effect:
+    """`snapshots`: those that may become fewer with the requests."""
+    length, requests = field == "maxModelLen", field == "maxRunningRequests"
+    slots = _slots(old - new, measured) if requests else 0
     if new > old:
         # A context that the window hid nothing of may become longer than it.
         kept = length and measured.full_bytes_per_token is not None and not _frees_windows(measured)
-        return UNKNOWN if kept else Effect(least=-inf)
+        return UNKNOWN if kept else Effect(-inf, slots)
     shrinks = new / max(1, old)
     if length and _frees_windows(measured):
         # Or no longer than the window: then all layers keep all, and none has windows beside.
         return Effect(-inf, _bytes(measured, WINDOWS), shrinks)
     # One sequence alone shares its pages with none, so nothing is kept for that.
-    alone = field == "maxRunningRequests" and new == 1
-    return Effect(most=_bytes(measured, CLIENTS) if alone else 0, shrinks=shrinks)
+    alone = _bytes(measured, CLIENTS) if requests and new == 1 else 0
+    fewer = _slots(snapshots, measured) if requests else 0
+    return Effect(slots, slots + fewer + alone, shrinks)
+
+
+def _of_snapshots(old: int, new: int | None, measured: CapacityStatus) -> Effect:
+    if new is None:  # the server's default, which nothing here tells
+        return UNKNOWN
+    more = _slots(old - new, measured)
+    return Effect(more, more)
+
+
+def _slots(fewer: int, measured: CapacityStatus) -> int:
+    """Bytes that so many slots of recurrent states leave."""
+    return fewer * (measured.slot_bytes or 0)
 
 
 def _sets_running(path: str, measured: CapacityStatus, before: Object) -> bool:
@@ -212,6 +234,11 @@ def estimates(
         half = _with_field(inputs, "engine", "maxRunningRequests", running // 2)
         most = bounds(measured, now, half).high or 0
         out.append(Estimate("spec.engine.maxRunningRequests", str(running // 2), most, "AtMost"))
+    fewer = (measured.snapshots or 0) // 2
+    changed = _with_field(inputs, "engine", "prefixSnapshots", fewer)
+    tokens = bounds(measured, inputs, changed).low
+    if fewer and tokens > measured.kv_tokens:
+        out.append(Estimate("spec.engine.prefixSnapshots", str(fewer), tokens, "AtLeast"))
     return tuple(out)
 
 

@@ -6,14 +6,17 @@ measurement holds it; without a sizing report nothing passes. See docs/operation
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from kvline_contract.counts import counted
 from kvline_contract.launch import KVCacheDtype
 from kvline_contract.report import Termination
 from kvline_operator.observe.pods import Measured
-from kvline_operator.plan.threshold import Thresholds, device
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.observe.slots import Slots
+from kvline_operator.plan.threshold import SEQUENCES, TOKENS, Thresholds, device
+from kvline_operator.plan.trade import Asked, Trade
+from kvline_operator.store.verdict import GateResult, Sequences, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class Baseline:
     group: ComparisonGroup
     bytes_per_token: int
     tokens: dict[str, int]  # by GPU model; of a revision the smallest replica counts
+    # By GPU model, where layers keep recurrent states
+    slots: Mapping[str, Slots] = field(default_factory=dict)
+    asked: Asked = field(default_factory=Asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +56,19 @@ class Candidate:
     blocker: str = ""  # what else prevents the measurement
     stage: str = ""  # progress, where nothing does
     promoted: bool = False
+    asked: Asked = field(default_factory=Asked)
+
+    def slots(self, gpu: str) -> Slots | None:
+        """Of the measured replica with the fewest on this GPU model."""
+        found = [r.slots for r in self.replicas if r.gpu == gpu and r.slots is not None]
+        return min(found, key=lambda slots: slots.sequences) if found else None
 
 
 def evaluate(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> Verdict:
     """The verdict on a candidate; `policy` has the thresholds of the current spec."""
     measured = min((r.tokens for r in candidate.replicas), default=0)
     if candidate.promoted:
-        text = "promoted by hand: measured against spec.capacity.minKVTokens alone"
+        text = "promoted by hand: measured against the minimums of spec.capacity alone"
         return Verdict(GateResult.PASSED, text, measured, promoted=True)
     if candidate.failure:
         return Verdict(
@@ -69,10 +81,31 @@ def evaluate(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> Ve
 
 
 def thresholds(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> Thresholds:
-    """The KV tokens that each replica of a candidate must have."""
+    """The KV tokens and sequences that each replica of a candidate must have: what the baseline
+    has, but for what the spec itself trades."""
     if candidate.promoted or incomparable(candidate, baseline):
-        return Thresholds(policy.minimum)
-    return replace(policy, baseline=baseline.tokens)
+        return Thresholds(policy.minimum, min_sequences=policy.min_sequences)
+    costs = {gpu: max(0, trade.tokens) for gpu, trade in trades(candidate, baseline).items()}
+    # More tokens than the baseline's are not asked of fewer slots: a pinned size stays what it is.
+    tokens = {gpu: max(1, best - costs.get(gpu, 0)) for gpu, best in baseline.tokens.items()}
+    kept = candidate.asked.requests == baseline.asked.requests
+    sequences = {gpu: slots.sequences for gpu, slots in baseline.slots.items() if kept}
+    return replace(policy, baseline=tokens, sequences=sequences)
+
+
+def trades(candidate: Candidate, baseline: Baseline) -> dict[str, Trade]:
+    """What the spec asks for, by GPU model: of a replica as measured, before that as expected."""
+    old, new = baseline.asked, candidate.asked
+    return {
+        gpu: Trade.of(
+            before,
+            candidate.slots(gpu) or new.expected(before),
+            old,
+            new,
+            baseline.bytes_per_token,
+        )
+        for gpu, before in baseline.slots.items()
+    }
 
 
 def incomparable(candidate: Candidate, baseline: Baseline) -> str:
@@ -94,13 +127,13 @@ def incomparable(candidate: Candidate, baseline: Baseline) -> str:
 
 
 def _compare(candidate: Candidate, baseline: Baseline, limits: Thresholds) -> Verdict:
-    """Compares each replica with the threshold of its GPU model. The verdict reports the replica
+    """Compares each replica with the thresholds of its GPU model. The verdict reports the replica
     with the smallest margin; where all have enough, one whose GPU model has a baseline."""
     worst = min(candidate.replicas, key=limits.distance)
     why = incomparable(candidate, baseline)
     unknown = None if why else next((r for r in candidate.replicas if limits.unknown(r.gpu)), None)
-    if worst.tokens < limits.of(worst.gpu).tokens:
-        return _enough(GateResult.REJECTED, worst, limits, why)
+    if limits.short(worst):
+        return _judged(GateResult.REJECTED, candidate, baseline, worst, limits, why)
     if unknown is not None:
         why = f"nothing has been validated on {device(unknown.gpu)} before"
         known = [r for r in candidate.replicas if not limits.unknown(r.gpu)]
@@ -111,17 +144,43 @@ def _compare(candidate: Candidate, baseline: Baseline, limits: Thresholds) -> Ve
             "spec.capacity.minKVTokens, or promote it by spec.rollout.promote"
         )
         return Verdict(GateResult.HELD, text, worst.tokens, blocked=True)
-    return _enough(GateResult.PASSED, worst, limits, why)
+    return _judged(GateResult.PASSED, candidate, baseline, worst, limits, why)
 
 
-def _enough(result: GateResult, replica: Measured, limits: Thresholds, why: str) -> Verdict:
+def _judged(
+    result: GateResult,
+    candidate: Candidate,
+    baseline: Baseline,
+    replica: Measured,
+    limits: Thresholds,
+    why: str,
+) -> Verdict:
     """A verdict with its figures; `why` says why the replica was not compared with a baseline."""
-    limit = limits.of(replica.gpu)
-    text = f"measured {replica.tokens} KV tokens, {limit.tokens} are required ({limit.source})"
-    if not limit.tokens:
-        text = f"measured {replica.tokens} KV tokens, none are required"
-    if result is GateResult.REJECTED:
-        text += f": {limit.tokens - replica.tokens} short"
+    found = {each.unit: each for each in limits.judged(replica)}
+    tokens, sequences = found[TOKENS], found.get(SEQUENCES)
+    text = "measured " + "; ".join(each.text() for each in found.values())
     if why:
         text += f"; not compared: {why}"
-    return Verdict(result, text, replica.tokens, limit.tokens, limit.baseline)
+    else:
+        text += _of_slots(candidate, baseline, replica, limits)
+    counts = None
+    if sequences is not None:
+        asked = sequences.limit
+        counts = Sequences(sequences.measured, asked.least, asked.baseline)
+    measured, limit = tokens.measured, tokens.limit
+    return Verdict(result, text, measured, limit.least, limit.baseline, sequences=counts)
+
+
+def _of_slots(
+    candidate: Candidate, baseline: Baseline, replica: Measured, limits: Thresholds
+) -> str:
+    """What the spec trades, or why sequences were not compared."""
+    trade = trades(candidate, baseline).get(replica.gpu)
+    if trade is not None and replica.slots is not None and trade.text:
+        return f"; {trade.text}"
+    before = baseline.slots.get(replica.gpu)
+    if replica.slots is None and (before is not None or limits.min_sequences):
+        return "; sequences are not bounded: no layer of it keeps a recurrent state"
+    if replica.slots is not None and before is None and baseline.tokens:
+        return "; sequences are not compared: the baseline has none"
+    return ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.store.revision_state import RevisionState, stable
-from kvline_operator.store.verdict import GateResult, Phase, Verdict
+from kvline_operator.store.verdict import GateResult, Phase, Sequences, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Policy:
 
     @classmethod
     def of(cls, spec: ServiceSpec) -> Policy:
-        thresholds = Thresholds(spec.min_kv_tokens, spec.rollout.min_capacity_percent)
-        return cls(thresholds, spec.policy)
+        percent, sequences = spec.rollout.min_capacity_percent, spec.min_sequences
+        return cls(Thresholds(spec.min_kv_tokens, percent, {}, sequences), spec.policy)
 
 
 def phase(
@@ -65,16 +65,20 @@ def tried(states: dict[str, RevisionState]) -> set[str]:
 def current_verdict(
     state: RevisionState, accepted: RevisionState, policy: Thresholds
 ) -> Verdict | None:
-    """The stored verdict that counts. A rejection for too few tokens does not once the current
-    thresholds accept them."""
+    """The stored verdict that counts. A rejection for too few tokens or sequences does not once
+    the current thresholds accept them."""
     stored = state.against(accepted)
     if stored is None:
         return None
     verdict = stored.verdict()
-    if verdict.result is GateResult.PASSED or not verdict.required:
+    counts = verdict.sequences or Sequences(0)
+    if verdict.result is GateResult.PASSED or not (verdict.required or counts.required):
         return verdict
-    limit = replace(policy, baseline={"": verdict.baseline}).of("")
-    return verdict if verdict.measured < limit.tokens else None
+    limits = replace(policy, baseline={"": verdict.baseline}, sequences={"": counts.baseline})
+    if verdict.measured < limits.of("").least:
+        return verdict
+    few = verdict.sequences is not None and counts.measured < limits.of_sequences("").least
+    return verdict if few else None
 
 
 def has_expired(state: RevisionState, accepted: RevisionState, policy: Policy) -> bool:

@@ -322,6 +322,7 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             speculation(engine) if "speculation" in engine else None,
             engine.get("defaultMaxTokens"),
             ToolCallParser(engine["toolCallParser"]) if "toolCallParser" in engine else None,
+            engine.get("prefixSnapshots"),
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
         require_api_key="apiKeySecretRef" in inputs.get("access", {}),

@@ -16,6 +16,7 @@ from kvline_operator.plan import acceptance, candidate, deadline, podspec, prepa
 from kvline_operator.plan.gate import evaluate, thresholds
 from kvline_operator.plan.phase import Policy, current_verdict, phases
 from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.plan.trade import Asked
 from kvline_operator.store import revision_state
 from kvline_operator.store.capacity_status import CapacityStatus
 from kvline_operator.store.revision_state import RevisionState
@@ -53,11 +54,11 @@ class RolloutState:
         return sorted(set().union(*map(podspec.hub_ports, loads)))
 
     def thresholds(self, name: str, spec: ServiceSpec) -> Thresholds:
-        """For an accepted revision spec.capacity.minKVTokens alone: a smaller replica serves better
-        than none."""
+        """For an accepted revision the minimums of spec.capacity alone: a smaller replica serves
+        better than none."""
         if self.limits is not None and name in (self.plan.candidate, self.plan.rejected):
             return self.limits
-        return Thresholds(spec.min_kv_tokens)
+        return Thresholds(spec.min_kv_tokens, min_sequences=spec.min_sequences)
 
     def is_open(self, name: str) -> bool:
         """Whether the gate of a revision is. It stays open while replicas are ready, because
@@ -107,7 +108,7 @@ class RolloutState:
             plan = rollout.plan(situation, spec.rollout)
         ready = serving.get(plan.stable, ())
         promote, read = spec.rollout.promote, plan.stable not in unread
-        after = acceptance.updated(states, plan, wanted, ready, promote, read)
+        after = acceptance.updated(states, plan, wanted, ready, promote, read, limits)
         after = deadline.updated(after, plan, situation, policy, time)
         served = [p.report for p in observed.pods if p.ready and p.revision == plan.stable]
         capacity = CapacityStatus.of(served)
@@ -142,10 +143,11 @@ def _verdict(
     measured = any(p.measured is not None for p in pods)
     refused = acceptance.promotion_refused(states[wanted], measured) if asked else ""
     promoted = (asked and not refused) or (past is not None and past.promoted)
-    group = acceptance.comparison_group(stored[wanted]["data"]["inputs"])
+    inputs = stored[wanted]["data"]["inputs"]
+    group = acceptance.comparison_group(inputs)
     ended = tuple(p for p in observed.ended if p.revision == wanted)
     lacks = trouble.of_refusals(observed.refused(wanted), pods, ended, group.gpus > 0)
-    seen = candidate.view(group, pods, promoted, lacks)
+    seen = replace(candidate.view(group, pods, promoted, lacks), asked=Asked.of(inputs))
     baseline = acceptance.baseline_of(states[stable], stored[stable]["data"]["inputs"])
     limits = thresholds(seen, baseline, policy)
     now = evaluate(seen, baseline, policy)

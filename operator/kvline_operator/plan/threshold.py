@@ -1,81 +1,134 @@
-"""How many KV tokens a replica must have, and where that threshold comes from. Pure.
+"""How many KV tokens and sequences a replica must have, and where a threshold comes from. Pure.
 
-Tokens are compared within one GPU model only, and within one number of ranks (gate.py). Replicas
-of a candidate must reach spec.rollout.minCapacityPercent of the baseline and
-spec.capacity.minKVTokens; replicas of an accepted revision only the latter.
+Both are compared within one GPU model only, and within one number of ranks (gate.py). Replicas of a
+candidate must reach spec.rollout.minCapacityPercent of the baseline and the minimum of
+spec.capacity; replicas of an accepted revision only the latter. Sequences bound a model whose
+layers keep recurrent states, and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvline_contract.codec import MAX_KEY
 from kvline_contract.launch import MAX_GATE_GPUS, VERSION, GateFile
+from kvline_operator.observe.slots import Slots
+
+TOKENS, SEQUENCES = "KV tokens", "sequences"
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    tokens: int  # 0: none
+    least: int  # 0: none
     source: str
-    baseline: int = 0  # that `tokens` is a percentage of; 0: none
+    baseline: int = 0  # that `least` is a percentage of; 0: none
     by_minimum: bool = False
 
 
-class HasTokens(Protocol):
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One of a replica's two capacities beside its threshold."""
+
+    unit: str
+    measured: int
+    limit: Threshold
+
+    @property
+    def short(self) -> int:
+        return max(0, self.limit.least - self.measured)
+
+    def text(self, verb: str = "required") -> str:
+        made = f"{self.measured} {self.unit}"
+        if not self.limit.least:
+            return f"{made}, none are {verb}"
+        made += f", {self.limit.least} are {verb} ({self.limit.source})"
+        return f"{made}: {self.short} short" if self.short else made
+
+
+class Sized(Protocol):
     @property
     def gpu(self) -> str: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def slots(self) -> Slots | None: ...
 
 
 Named = TypeVar("Named")
-Sized = TypeVar("Sized", bound=HasTokens)
+Replica = TypeVar("Replica", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
     minimum: int = 0  # spec.capacity.minKVTokens
     percent: int = 0  # spec.rollout.minCapacityPercent
-    baseline: dict[str, int] = field(default_factory=dict)  # tokens by GPU model
+    baseline: Mapping[str, int] = field(default_factory=dict)  # tokens by GPU model
+    min_sequences: int = 0  # spec.capacity.minSequences
+    sequences: Mapping[str, int] = field(default_factory=dict)  # baseline by GPU model
 
     def of(self, gpu: str) -> Threshold:
-        """The threshold of a replica on this GPU model; empty for a CPU."""
-        base, share = self.baseline.get(gpu, 0), self._share(gpu)
-        if share and share >= self.minimum:
-            text = f"{self.percent} % of the baseline {base} on {device(gpu)}"
-            return Threshold(share, text, base)
-        if self.minimum:
-            return Threshold(self.minimum, "spec.capacity.minKVTokens", base, by_minimum=True)
-        return Threshold(0, "", base)
+        """Of KV tokens, of a replica on this GPU model; empty for a CPU."""
+        return self._of(gpu, self.baseline, self.minimum, "minKVTokens")
+
+    def of_sequences(self, gpu: str) -> Threshold:
+        return self._of(gpu, self.sequences, self.min_sequences, "minSequences")
+
+    def judged(self, replica: Sized) -> tuple[Judged, ...]:
+        """KV tokens, and sequences of a model that they bound."""
+        tokens = Judged(TOKENS, replica.tokens, self.of(replica.gpu))
+        if replica.slots is None:
+            return (tokens,)
+        found = self.of_sequences(replica.gpu)
+        return tokens, Judged(SEQUENCES, replica.slots.sequences, found)
+
+    def short(self, replica: Sized) -> Judged | None:
+        """The first capacity that is less than its threshold."""
+        return next((each for each in self.judged(replica) if each.short), None)
 
     def unknown(self, gpu: str) -> bool:
         """Whether other GPU models have a baseline and this one has none."""
         return bool(self.baseline) and gpu not in self.baseline
 
-    def distance(self, replica: HasTokens) -> tuple[float, int]:
-        """The ratio of a replica's tokens to its threshold (below 1: too few), then the tokens."""
-        return replica.tokens / max(1, self.of(replica.gpu).tokens), replica.tokens
+    def distance(self, replica: Sized) -> tuple[float, int]:
+        """The smallest ratio of a replica's capacities to their thresholds (below 1: too little),
+        then the tokens."""
+        tokens, *others = self.judged(replica)
+        compared = [tokens, *(each for each in others if each.limit.least)]
+        ratios = (each.measured / max(1, each.limit.least) for each in compared)
+        return min(ratios), replica.tokens
 
-    def lowest(self, sized: Iterable[tuple[Named, Sized]]) -> tuple[Named, Sized]:
+    def lowest(self, sized: Iterable[tuple[Named, Replica]]) -> tuple[Named, Replica]:
         """The replica with the smallest distance."""
         return min(sized, key=lambda pair: self.distance(pair[1]))
 
     def gate(self, is_open: bool) -> GateFile:
         """The gate file that pods mount; servers too old for the map use its smallest entry."""
-        shares = {gpu: share for gpu in self.baseline if (share := self._share(gpu))}
+        shares = {gpu: share for gpu in self.baseline if (share := self._share(self.baseline[gpu]))}
         listed = sorted(gpu for gpu in shares if len(gpu) <= MAX_KEY)[:MAX_GATE_GPUS]
+        fewest = min(map(self._share, self.sequences.values()), default=0)
         return GateFile(
             VERSION,
             is_open,
             self.minimum,
             min(shares.values(), default=0),
             {gpu: shares[gpu] for gpu in listed} or None,
+            required_sequences=max(self.min_sequences, fewest) or None,
         )
 
-    def _share(self, gpu: str) -> int:
-        return -(-self.percent * self.baseline.get(gpu, 0) // 100)
+    def _of(self, gpu: str, known: Mapping[str, int], minimum: int, field: str) -> Threshold:
+        base = known.get(gpu, 0)
+        share = self._share(base)
+        if share and share >= minimum:
+            text = f"{self.percent} % of the baseline {base} on {device(gpu)}"
+            return Threshold(share, text, base)
+        if minimum:
+            return Threshold(minimum, f"spec.capacity.{field}", base, by_minimum=True)
+        return Threshold(0, "", base)
+
+    def _share(self, baseline: int) -> int:
+        return -(-self.percent * baseline // 100)
 
 
 def device(gpu: str) -> str:

@@ -82,7 +82,7 @@ ADVICE = (
     Advice(
         "CapacitySufficient",
         ("BelowMinimum",),
-        "a replica measured less than spec.capacity.minKVTokens",
+        "a replica measured less than spec.capacity.minKVTokens or minSequences",
         "lower it, or without a GPU raise spec.resources.memory; the message has both figures, and "
         "other fields",
     ),

@@ -9,7 +9,7 @@ from kvline_contract.report import SizingReport, State
 from kvline_operator.observe import trouble
 from kvline_operator.observe.pods import Measured, PodView
 from kvline_operator.observe.trouble import Trouble
-from kvline_operator.plan.threshold import Threshold, Thresholds, device
+from kvline_operator.plan.threshold import SEQUENCES, Judged, Thresholds, device
 from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.records import DRIFT_PERCENT, drifted
 from kvline_operator.store.verdict import Phase
@@ -114,11 +114,11 @@ def sufficient(state: ServiceState) -> Condition:
         return Condition(kind, "Unknown", "Unknown", "no replica of this spec is measured yet")
     gate = state.plan.gate if state.plan.candidate else None
     pod, size = state.limits.lowest(sized)
-    limit = state.limits.of(size.gpu)
-    if size.tokens < limit.tokens and limit.by_minimum:
-        return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
-    if size.tokens < limit.tokens:
-        return Condition(kind, "False", "BelowBaseline", _too_little(pod, size, limit))
+    short = state.limits.short(size)
+    if short is not None and short.limit.by_minimum:
+        return Condition(kind, "False", "BelowMinimum", _too_little(pod, short))
+    if short is not None:
+        return Condition(kind, "False", "BelowBaseline", _too_little(pod, short))
     if gate is not None and gate.phase is Phase.HELD:
         return Condition(kind, "False", "NotComparable", gate.message)
     for other, new in sized:
@@ -128,37 +128,42 @@ def sufficient(state: ServiceState) -> Condition:
                 "baseline: set spec.capacity.minKVTokens, or promote"
             )
             return Condition(kind, "False", "NotComparable", text)
-    text = f"measured {size.tokens} KV tokens, "
-    text += f"{limit.tokens} are required ({limit.source})" if limit.tokens else "none are required"
+    text = "measured " + "; ".join(each.text() for each in state.limits.judged(size))
+    if size.slots is None and state.spec.min_sequences:
+        text += "; no layer keeps a recurrent state, so spec.capacity.minSequences asks nothing"
     return Condition(kind, "True", "Sufficient", text)
 
 
-def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
+def _too_little(pod: PodView, short: Judged) -> str:
     traffic = "it stays ready" if pod.ready else "it takes no traffic"
-    ask = "lower that" if limit.by_minimum else "lower spec.rollout.minCapacityPercent, promote"
+    by_minimum = short.limit.by_minimum
+    ask = "lower that" if by_minimum else "lower spec.rollout.minCapacityPercent, promote"
+    text = f"{pod.name} measured {short.text()}, {traffic}; {ask}"
+    if short.unit == SEQUENCES:
+        return f"{text}, or raise spec.engine.maxRunningRequests"
     host = "" if pod.on_gpu else "raise spec.resources.memory, "  # which holds no GPU's KV cache
-    return (
-        f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are required "
-        f"({limit.source}): {limit.tokens - size.tokens} short, {traffic}; {ask}, {host}or lower "
-        "spec.engine.maxPrefillTokens or maxRunningRequests"
-    )
+    slots = pod.result is not None and pod.result.state_slots is not None
+    fewer = ", maxRunningRequests or prefixSnapshots" if slots else " or maxRunningRequests"
+    return f"{text}, {host}or lower spec.engine.maxPrefillTokens{fewer}"
 
 
 def _below_baseline(state: ServiceState) -> str:
     """The stable revision's replica furthest below minCapacityPercent of the baseline, if any. It
     serves nevertheless."""
     percent = state.spec.rollout.min_capacity_percent
-    expected = Thresholds(0, percent, state.stable_state.baseline)
+    kept = state.stable_state
+    sequences = {gpu: slots.sequences for gpu, slots in (kept.slots or {}).items()}
+    expected = Thresholds(0, percent, kept.baseline, 0, sequences)
     sized = [(p, m) for p in state.stable if (m := p.measured) is not None]
-    short = [(p, m) for p, m in sized if m.tokens < expected.of(m.gpu).tokens]
-    if not short:
+    below = [(p, m) for p, m in sized if expected.short(m)]
+    if not below:
         return ""
-    pod, size = expected.lowest(short)
-    limit = expected.of(size.gpu)
+    pod, size = expected.lowest(below)
+    short = expected.short(size)
+    assert short is not None, "it is below"
     return (
-        f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "
-        f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so it "
-        f"serves nevertheless; {_what_changed(pod, size, state)}, or begin a new baseline by "
+        f"{pod.name} measured {short.text('expected')}; its revision was accepted, so it serves "
+        f"nevertheless; {_what_changed(pod, size, state)}, or begin a new baseline by "
         f"spec.rollout.promote: {state.plan.stable}"
     )
 

@@ -15,6 +15,7 @@ from kvline_operator.store.capacity_status import RankMemory, ranks
 from kvline_operator.store.verdict import Phase
 
 Object = dict[str, Any]
+MIB = 1 << 20
 Titled = tuple[tuple[str, Memory], ...]
 ROLES = ("stable", "candidate", "rejected")
 
@@ -58,6 +59,21 @@ def token_bytes(status: Object) -> str:
     several = len(rank_memories(status))
     each = f" on each of {several} ranks" if several else ""
     return f"{status['capacity'].get('bytesPerToken', 0):,} bytes a token{each}"
+
+
+def slots(status: Object) -> str:
+    """Slots of recurrent states, of a status with a capacity; empty where no layer keeps one."""
+    capacity = status["capacity"]
+    if "sequences" not in capacity:
+        return ""
+    found = (capacity["sequences"], capacity.get("snapshots", 0), capacity.get("slotBytes", 0))
+    return slots_text(*found)
+
+
+def slots_text(sequences: int, snapshots: int, slot_bytes: int) -> str:
+    """Such as: 256 sequences at once and 64 snapshots of prefixes, 146.8 MiB each."""
+    kept = f" and {snapshots:,} snapshots of prefixes" if snapshots else ""
+    return f"{sequences:,} sequences at once{kept}, {slot_bytes / MIB:,.1f} MiB each"
 
 
 def reported(report: SizingReport) -> Titled:

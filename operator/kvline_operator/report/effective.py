@@ -11,6 +11,7 @@ from typing import Any
 
 from kvline_contract.codec import camel, encode
 from kvline_contract.launch import KVCacheDtype, LoadFormat
+from kvline_contract.report import SizingReport
 from kvline_operator.api.spec import speculation
 from kvline_operator.plan.podspec import DRAIN_SECONDS, START_SECONDS, shared_memory
 from kvline_operator.report.service_state import ServiceState
@@ -23,8 +24,9 @@ def effective(state: ServiceState) -> Object:
     """Under the spec's names. What the server chooses is there once a replica of the newest
     revision has reported it."""
     spec, inputs = state.spec, state.inputs
-    reports = (p.report.effective for p in state.newest if p.report is not None)
-    reported: Object = next((encode(found) for found in reports if found is not None), {})
+    reports = [p.report for p in state.newest if p.report is not None]
+    chosen = (report.effective for report in reports)
+    reported: Object = next((encode(found) for found in chosen if found is not None), {})
     engine, resources = inputs.get("engine", {}), inputs["resources"]
     kept = {key: reported[key] for key in CHOSEN if key in reported}
     capacity = {"headroomMiB": reported["headroomMiB"]} if reported else {}
@@ -39,6 +41,7 @@ def effective(state: ServiceState) -> Object:
             **engine,
             **kept,
             **_speculation(engine),
+            **_snapshots(reports),
         },
         "capacity": {**inputs.get("capacity", {}), **capacity, "reuse": str(spec.reuse)},
         "rollout": _fields(spec.rollout),
@@ -53,6 +56,12 @@ def _speculation(engine: Object) -> Object:
         return {}
     found = speculation(engine)
     return {"speculation": {"method": str(found.method), "maxDraftTokens": found.draft_tokens}}
+
+
+def _snapshots(reports: list[SizingReport]) -> Object:
+    """Of a model whose layers keep recurrent states."""
+    kept = (r.result.snapshots for r in reports if r.result is not None)
+    return next(({"prefixSnapshots": n} for n in kept if n is not None), {})
 
 
 def _fields(policy: Any) -> Object:

@@ -167,6 +167,11 @@ def _gate(view: View) -> Values:
     return {name: gate[name] for name in ("measured", "required", "baseline") if name in gate}
 
 
+def _gate_sequences(view: View) -> Values:
+    gate = (view.status.get("rollout") or {}).get("gate") or {}
+    return {name: int(value) for name, value in (gate.get("sequences") or {}).items()}
+
+
 def _outdated(view: View) -> Values:
     return {"": int((view.status.get("rollout") or {}).get("imageOutdated", False))}
 
@@ -191,12 +196,19 @@ FAMILIES: tuple[tuple[str, str, str, Callable[[View], Values]], ...] = (
     ("memory_bytes", "Memory of the smallest replica by part", "part", _memory),
     ("replicas", "Replicas by state", "state", _replicas),
     ("gate_tokens", "KV tokens of the latest gate verdict", "figure", _gate),
+    ("gate_sequences", "Sequences of the latest gate verdict", "figure", _gate_sequences),
     ("image_outdated", "1 if the operator's default image is another one", "", _outdated),
     (
         "full_length_sequences",
         "Sequences of maxModelLen tokens that fit the smallest budget",
         "",
         _of_capacity("fullLengthSequences"),
+    ),
+    (
+        "sequences",
+        "Sequences whose recurrent states a replica holds at once; none of other models",
+        "",
+        _of_capacity("sequences"),
     ),
     (
         "validation_attempts",

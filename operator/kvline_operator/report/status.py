@@ -18,6 +18,7 @@ from kvline_operator.api.spec import EARLIER_ACTS, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView
 from kvline_operator.plan.autoscale import Scaling
+from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.report.conditions import conditions
 from kvline_operator.report.effective import effective
 from kvline_operator.report.estimates import what_if
@@ -188,6 +189,8 @@ def _gate(state: ServiceState) -> Object:
     for name in ("measured", "required", "baseline"):
         if getattr(verdict, name):
             out[name] = getattr(verdict, name)
+    if verdict.sequences is not None:
+        out["sequences"] = {k: n for k, n in encode(verdict.sequences).items() if n}
     return {**out, "message": verdict.message[:1024]}
 
 
@@ -299,23 +302,25 @@ def _failure(pod: PodView) -> Termination | None:
 def replica_sizing(state: ServiceState) -> list[Object]:
     """At most 16 replicas: those that are not ready first, then by tokens."""
     ordered = sorted(state.pods, key=lambda p: (p.ready, p.kv_tokens or 0, p.name))
-    out = []
+    out, minimums = [], Thresholds(state.spec.min_kv_tokens, 0, {}, state.spec.min_sequences)
     for pod in ordered[:MAX_REPLICA_SIZING]:
-        item: Object = {"pod": pod.name, "state": replica_state(pod, state.spec.min_kv_tokens)}
+        item: Object = {"pod": pod.name, "state": replica_state(pod, minimums)}
         if pod.node:
             item["node"] = pod.node
         if pod.kv_tokens is not None and pod.report is not None:
             item["kvTokens"] = pod.kv_tokens
+            if pod.result is not None and pod.result.state_slots is not None:
+                item["sequences"] = pod.result.state_slots
             item["attempts"] = max([1, *(a.number for a in pod.report.attempts)])
         out.append(item)
     return out
 
 
-def replica_state(pod: PodView, minimum: int) -> str:
+def replica_state(pod: PodView, minimums: Thresholds) -> str:
     if pod.ready:
         return "Ready"
-    if pod.kv_tokens is not None:
-        return "BelowMinimum" if pod.kv_tokens < minimum else "GateClosed"
+    if pod.measured is not None:
+        return "BelowMinimum" if minimums.short(pod.measured) else "GateClosed"
     if pod.report is not None:
         return str(pod.report.state)
     return "Unreachable" if pod.running and pod.report_error else "Pending"

@@ -18,6 +18,7 @@ from kvline_contract.report import (
     Source,
 )
 from kvline_contract.times import FORMAT
+from kvline_operator.observe.slots import Slots
 
 MAX_BYTES = 2 * MAX_REPORT_BYTES  # the memory of the binding rank is in it twice
 
@@ -72,6 +73,10 @@ class CapacityStatus:
     binding_rank: int | None = field(high=MAX_RANKS - 1, omit_none=True, default=None)
     # Where layers have sliding windows; as bytes_per_token where these free nothing:
     full_bytes_per_token: int | None = field(omit_none=True, default=None)
+    # Where layers keep recurrent states, slots of these and the bytes of one:
+    sequences: int | None = field(omit_none=True, default=None)
+    snapshots: int | None = field(omit_none=True, default=None)
+    slot_bytes: int | None = field(omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         """Checked here: the API server refuses another format, and annotations can be edited."""
@@ -85,6 +90,17 @@ class CapacityStatus:
     def compared_bytes(self) -> int:
         """As a Result's."""
         return self.full_bytes_per_token or self.bytes_per_token
+
+    @property
+    def slots(self) -> Slots | None:
+        if self.sequences is None:
+            return None
+        return Slots(self.sequences, self.snapshots or 0, self.slot_bytes or 0)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What is stored anew where it changes."""
+        return self.kv_tokens, self.fingerprint, self.sequences, self.snapshots
 
     @classmethod
     def of(cls, reports: Iterable[SizingReport | None]) -> CapacityStatus | None:
@@ -113,6 +129,9 @@ class CapacityStatus:
             ranks=ranks(result) or None,
             binding_rank=result.binding_rank if len(result.ranks) > 1 else None,
             full_bytes_per_token=result.full_bytes_per_token,
+            sequences=result.state_slots,
+            snapshots=result.snapshots,
+            slot_bytes=result.slot_bytes,
         )
 
     @classmethod
@@ -142,7 +161,7 @@ def retained(
     when none is ready any more."""
     if now is None:
         return replace(kept, as_of=stamp) if kept is not None and kept.as_of is None else kept
-    if kept is not None and (kept.kv_tokens, kept.fingerprint) == (now.kv_tokens, now.fingerprint):
+    if kept is not None and kept.identity == now.identity:
         return replace(kept, as_of=None)
     alone = Spread(now.kv_tokens, now.kv_tokens)
     return replace(now, kv_tokens_total=0, spread=alone)

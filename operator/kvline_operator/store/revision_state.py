@@ -15,6 +15,7 @@ from typing import Any
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
 from kvline_contract.names import ANNOTATION_STATE
 from kvline_operator.errors import NewerState
+from kvline_operator.observe.slots import Slots
 from kvline_operator.store import earlier
 from kvline_operator.store.capacity_status import MAX_BYTES, CapacityStatus
 from kvline_operator.store.container_ends import MAX_PODS, PodEnds
@@ -46,6 +47,10 @@ class RevisionState:
     promotion_used: bool = False  # spec.rollout.promote names it, and has accepted it
     baseline: dict[str, int] = field(  # KV tokens by GPU model
         low=1, items=MAX_GPU_MODELS, keys=MAX_GPU_NAME, default_factory=dict
+    )
+    # By GPU model, where layers of its model keep recurrent states: those beside the baseline
+    slots: dict[str, Slots] | None = field(
+        items=MAX_GPU_MODELS, keys=MAX_GPU_NAME, omit_none=True, default=None
     )
     # RFC 3339: since when stable replicas are missing without ready ones of this candidate
     missing_since: str = field(limit=32, default="")
@@ -104,7 +109,8 @@ def _known(value: Object) -> Object:
 def to_annotations(state: RevisionState) -> dict[str, str]:
     """Deterministic: equal states have one text."""
     baseline, ends = dict(sorted(state.baseline.items())), dict(sorted(state.ends.items()))
-    return {ANNOTATION_STATE: dumps(replace(state, baseline=baseline, ends=ends))}
+    slots = state.slots and dict(sorted(state.slots.items()))
+    return {ANNOTATION_STATE: dumps(replace(state, baseline=baseline, slots=slots, ends=ends))}
 
 
 def is_stored(state: RevisionState, controller_revision: Object) -> bool:

@@ -29,6 +29,15 @@ class Phase(StrEnum):
     ACCEPTED = "Accepted"  # the stable revision
 
 
+@document
+class Sequences:
+    """A verdict's figures of sequences, of a model whose layers keep recurrent states."""
+
+    measured: int  # of the replica with the smallest margin
+    required: int = 0
+    baseline: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     result: GateResult
@@ -41,6 +50,7 @@ class Verdict:
     diagnosis: Termination | None = None  # termination message of the failed engine
     expired: bool = False  # past progressDeadlineSeconds: the stable revision is scaled up again
     promotion_refused: str = ""  # why spec.rollout.promote, which names the revision, does not hold
+    sequences: Sequences | None = None
 
     @property
     def phase(self) -> Phase:
@@ -64,6 +74,7 @@ class StoredVerdict:
     message: str = field(limit=MAX_MESSAGE, default="")
     promoted: bool = False
     diagnosis: Termination | None = field(omit_none=True, default=None)
+    sequences: Sequences | None = field(omit_none=True, default=None)
 
     @classmethod
     def of(cls, verdict: Verdict, against: int) -> StoredVerdict:
@@ -76,6 +87,7 @@ class StoredVerdict:
             message=verdict.message[:MAX_MESSAGE],
             promoted=verdict.promoted,
             diagnosis=verdict.diagnosis,
+            sequences=verdict.sequences,
         )
 
     def verdict(self) -> Verdict:
@@ -87,6 +99,7 @@ class StoredVerdict:
             baseline=self.baseline,
             promoted=self.promoted,
             diagnosis=self.diagnosis,
+            sequences=self.sequences,
         )
 
     @property

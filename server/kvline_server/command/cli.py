@@ -145,6 +145,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument("--max-top-logprobs", type=int)
     parser.add_argument(
+        "--prefix-snapshots",
+        type=int,
+        help="prefixes whose recurrent state is kept, of a model that has such layers; default: as "
+        "many as run",
+    )
+    parser.add_argument(
         "--kv-cache-dtype",
         choices=[str(d) for d in KVCacheDtype],
         help="default: auto, the dtype that the model computes in",

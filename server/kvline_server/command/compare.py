@@ -17,8 +17,8 @@ from rich.table import Table
 
 from kvline_contract.codec import ContractError, camel, encode
 from kvline_contract.launch import Device, EngineOptions, LaunchConfig, LoadFormat
-from kvline_contract.memory import KV_CACHE, LOADED
-from kvline_contract.report import SizingReport
+from kvline_contract.memory import KV_CACHE, LOADED, SNAPSHOTS, STATES, Memory
+from kvline_contract.report import Result, SizingReport
 from kvline_server.command.size import INTERRUPTED, add_record, measure
 from kvline_server.errors import ModelUnsupported
 from kvline_server.model import quantization, shard
@@ -190,7 +190,10 @@ def show(
 
 def table(measured: list[Measured]) -> Table:
     """A line each; memory is that of the rank with the least room."""
+    headings: tuple[str, ...]
     headings = ("choice", "KV tokens", "ratio", "sequences", "weights\nMiB", "KV cache\nMiB")
+    slots = any(r.result is not None and r.result.state_slots for r in (m.report for m in measured))
+    headings += ("running +\nsnapshots", "states\nMiB") if slots else ()
     made = Table(*headings, box=None, pad_edge=False)
     for column in made.columns:
         column.no_wrap = True
@@ -199,7 +202,7 @@ def table(measured: list[Measured]) -> Table:
     for each in measured:
         result, effective = each.report.result, each.report.effective
         if result is None or effective is None:
-            made.add_row(each.name, *["-"] * 5)
+            made.add_row(each.name, *["-"] * (len(headings) - 1))
             continue
         memory = result.ranks[result.binding_rank]
         weights = sum(memory.mib(part) for part in LOADED)
@@ -210,8 +213,17 @@ def table(measured: list[Measured]) -> Table:
             f"{result.sequences(effective.max_model_len):,} of {effective.max_model_len:,}",
             f"{weights:,}",
             f"{memory.mib(KV_CACHE):,}",
+            *(_slots(result, memory) if slots else ()),
         )
     return made
+
+
+def _slots(result: Result, memory: Memory) -> tuple[str, str]:
+    """Of recurrent states; none of a model without any."""
+    if result.state_slots is None:
+        return "-", "-"
+    states = memory.mib(STATES) + memory.mib(SNAPSHOTS)
+    return f"{result.state_slots:,} + {result.snapshots or 0:,}", f"{states:,}"
 
 
 def notes(measured: list[Measured]) -> list[str]:

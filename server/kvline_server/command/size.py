@@ -132,9 +132,14 @@ def summary(report: SizingReport, result: Result, own_length: int | None = None)
     tries = max((a.number for a in report.attempts), default=0)
     ranks = len(result.ranks)
     each = "each" if ranks == 1 else f"each on every one of {ranks} ranks"
+    slots = ""
+    if result.state_slots is not None:
+        mib = (result.slot_bytes or 0) / MIB
+        kept = f"{result.snapshots or 0} snapshots of prefixes"
+        slots = f", {result.state_slots} sequences at once and {kept} of {mib:.1f} MiB each"
     return (
         f"{result.kv_tokens} KV tokens ({result.bytes_per_token} bytes {each}), {sequences} full-"
-        f"length sequences of {length}{shortened}; {result.source} in "
+        f"length sequences of {length}{shortened}{slots}; {result.source} in "
         f"{result.loop_ms / 1000:.1f} s, validated in attempt {tries}"
     )
 

@@ -14,8 +14,8 @@ from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import sampling_metadata
 from kvline_server.engine.scheduler import NO_DRAFTS, Kind, Work
-from kvline_server.kernels.layout import GroupLayout, Layout, starts
-from kvline_server.memory.caches import GroupPages
+from kvline_server.kernels.layout import GroupLayout, Layout, Snapshots, StateLayout, starts
+from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.worker.step import NO_CONSTRAINTS, NO_MASKS, Constraints, Step, TokenMasks
 
@@ -181,7 +181,21 @@ def _layout(
         )
         for at, pages in zip(range(len(tables[0].groups)), chain(cleared, repeat(())), strict=False)
     ]
-    return Layout(decodes, row_starts, positions, tuple(groups))
+    return Layout(decodes, row_starts, positions, tuple(groups), _states(tables))
+
+
+def _states(tables: list[PageTable]) -> StateLayout | None:
+    """Of each sequence, where the model has recurrent layers."""
+    if not tables or tables[0].step is None:
+        return None
+    steps = [table.step for table in tables if table.step is not None]
+    kept = [(at, *each) for at, step in enumerate(steps) for each in step.snapshots]
+    of = np.asarray(kept, dtype=np.int64).reshape(-1, 3)
+    return StateLayout(
+        slots=np.asarray([step.slot for step in steps], dtype=np.int64),
+        sources=np.asarray([step.source for step in steps], dtype=np.int64),
+        snapshots=Snapshots(of[:, 0], of[:, 1], of[:, 2]) if kept else None,
+    )
 
 
 def _group(

@@ -24,6 +24,7 @@ from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import NO_TOKEN
 from kvline_server.memory.caches import Caches
+from kvline_server.memory.states import StatePool
 from kvline_server.parallel.executor import Executor
 from kvline_server.worker.step import InFlight, Results
 
@@ -65,11 +66,13 @@ class Engine:
         mixed_prefill_tokens: int | None = None,
         draft_tokens: int = 0,
         matchers: Matchers | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit.
-        `draft_tokens` of a decode, at most. Without `matchers` sequences with a grammar fail."""
+        `draft_tokens` of a decode, at most. Without `matchers` sequences with a grammar fail.
+        `states` of a model with recurrent layers."""
         self.executor = executor
-        self.caches = Caches(executor.windows, executor.pages, max_step_tokens)
+        self.caches = Caches(executor.windows, executor.pages, max_step_tokens, states)
         self.speculation = Speculation(draft_tokens) if draft_tokens else None
         self.scheduler = Scheduler(
             self.caches, max_running, max_step_tokens, mixed_prefill_tokens, self.speculation

@@ -19,6 +19,7 @@ from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.states import BOUNDARY
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
 # H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
@@ -122,14 +123,23 @@ class Scheduler:
                 break
             budget -= taken
         if self.waiting:
-            _trim_to_wave(work)
+            _trim_to_wave(work, 1 if self.caches.states is None else BOUNDARY)
         if self._starting:
             self._end_wait(work)
+        if self.caches.states is not None:
+            self._plan_states(work)
         return work
+
+    def _plan_states(self, work: list[Work]) -> None:
+        for sequence, start, rows, _, _ in work:
+            if not start % BOUNDARY:  # a state may be kept there, by the key of what is before
+                sequence.extend_chain(min(start, len(sequence.tokens)))
+            self.caches.plan(sequence.table, start, rows, sequence.chain)
 
     def advance(self, work: list[Work]) -> None:
         """After a step's launch: its tokens count as computed, and full pages can be shared."""
         windowed = self.caches.windowed
+        self.caches.launched()
         for sequence, start, rows, _, drafts in work:
             sequence.computed = start + rows
             if windowed or (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
@@ -156,6 +166,7 @@ class Scheduler:
             first, full = sequence.confirmed // PAGE_SIZE, tokens // PAGE_SIZE
             if full > first:
                 self.caches.confirm(sequence.table, first, full)
+            self.caches.confirm_states(sequence.table, tokens)
             sequence.confirmed = tokens
 
     def fail(self, sequence: Sequence) -> None:
@@ -232,7 +243,10 @@ class Scheduler:
             else:
                 self._penalised_left -= sequence.penalised
                 sequence.penalised_in = self._step
-        return self._continue(sequence, min(sequence.uncomputed, budget), work) if budget else 0
+        rows = min(sequence.uncomputed, budget)
+        if self.caches.states is not None and rows < sequence.uncomputed:
+            rows -= rows % BOUNDARY  # so that every chunk begins at one
+        return self._continue(sequence, rows, work) if rows else 0
 
     def _continue(
         self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = NO_DRAFTS
@@ -260,6 +274,7 @@ class Scheduler:
         self.waiting.popleft()
         self.running[sequence] = None
         sequence.request_index = self._request_indices.pop()
+        self.caches.admit(matched, sequence.chain, len(sequence.tokens))
         sequence.table = matched
         sequence.computed = matched.pages * PAGE_SIZE
         sequence.published = matched.pages
@@ -298,16 +313,19 @@ class Scheduler:
         self._request_indices.append(sequence.request_index)
         if sequence.computed == sequence.confirmed:  # no step writes to its last page any more
             self.caches.confirm(sequence.table, sequence.table.pages - 1, sequence.table.pages)
+        computed, confirmed = sequence.computed, sequence.confirmed
+        self.caches.release_state(sequence.table, computed, confirmed, sequence.chain)
         self.caches.release(sequence.table)
         sequence.table = PageTable()
         sequence.computed = sequence.published = sequence.confirmed = 0
 
 
-def _trim_to_wave(work: list[Work]) -> None:
+def _trim_to_wave(work: list[Work], multiple: int = 1) -> None:
     """Shortens the last prompt chunks of a large step until its rows fill whole waves of GEMM
     tiles; called while prompts queue. The rows cut off cost a whole wave here, and almost nothing
     in the next step, which is full anyway. Prompts never lose most of their rows: where decodes
-    alone exceed the last whole wave, they would get one row a step."""
+    alone exceed the last whole wave, they would get one row a step. What is left of a chunk is a
+    `multiple` of rows."""
     rows = sum(chunk.rows for chunk in work)
     prompts = sum(chunk.rows for chunk in work if chunk.kind is Kind.PROMPT)
     over = rows % WAVE if rows > WAVE else 0
@@ -318,7 +336,7 @@ def _trim_to_wave(work: list[Work]) -> None:
         if not over:
             break
         if chunk.kind is Kind.PROMPT:
-            less = min(over, chunk.rows)
-            over -= less
-            left = chunk._replace(rows=chunk.rows - less)
+            rows = max(0, chunk.rows - over) // multiple * multiple
+            over = max(0, over - chunk.rows + rows)
+            left = chunk._replace(rows=rows)
             work[at : at + 1] = [left] if left.rows else []

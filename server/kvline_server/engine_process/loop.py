@@ -132,6 +132,7 @@ class EngineProcess:
             return
         self.beat_at = now
         scheduler, caches, speculation = engine.scheduler, engine.caches, engine.speculation
+        states = caches.states
         self.parent.send(
             Beat(
                 busy=not engine.idle,
@@ -150,6 +151,10 @@ class EngineProcess:
                 draft_tokens=speculation.drafted if speculation else 0,
                 accepted_tokens=speculation.accepted if speculation else 0,
                 failed_grammars=engine.masks.failed,
+                state_slots=states.running if states else 0,
+                snapshots=states.cached if states else 0,
+                prefix_tokens=states.hit if states else 0,
+                stateless_tokens=states.lost if states else 0,
             )
         )
 

@@ -180,6 +180,7 @@ def start(
         mixed_prefill_tokens=settings.mixed_prefill_tokens,
         draft_tokens=settings.draft_tokens,
         matchers=None if grammars is None else _matchers(grammars, settings),
+        states=loaded.slots.pool(),
     )
     return engine, result
 

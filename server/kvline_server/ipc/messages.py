@@ -105,6 +105,12 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     draft_tokens: int = 0  # that steps had, and of these the accepted ones
     accepted_tokens: int = 0
     failed_grammars: int = 0  # sequences that ended as their grammar could not be followed
+    # Of recurrent states: slots for running sequences, snapshots that are kept, prompt tokens that
+    # one has saved, and those whose pages were there and whose state was not. 0 without any.
+    state_slots: int = 0
+    snapshots: int = 0
+    prefix_tokens: int = 0
+    stateless_tokens: int = 0
 
 
 class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):

@@ -20,6 +20,7 @@ from kvline_server.kernels import (
     cuda_experts,
     cuda_linear,
     cuda_mxfp4,
+    cuda_recurrent,
     cuda_rows,
     cuda_sinks,
     cuda_write,
@@ -34,7 +35,7 @@ def variants() -> list[Variant]:
     """All that an image has."""
     dtype = torch.bfloat16
     attention, linears = (cuda_write, cuda_attention, cuda_sinks), (cuda_linear, fp8_linear)
-    others = (*attention, *linears, cuda_all_reduce, cuda_experts, cuda_mxfp4)
+    others = (*attention, *linears, cuda_all_reduce, cuda_experts, cuda_mxfp4, cuda_recurrent)
     return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
 
 

@@ -29,6 +29,9 @@ SOURCES = (
     "triton_fp8",
     "triton_experts",
     "triton_mxfp4",
+    "triton_recurrent",
+    "triton_delta_rule",
+    "triton_scan",
 )
 # Modules whose lists the numbers of tuning.Choices are indices of.
 CHOOSERS = ("bf16_linear", "fp8_linear", "cuda_experts", "cuda_mxfp4")
@@ -48,6 +51,9 @@ CHAINED = (
     *("quantise", "scaled", "add_parts", "one_row_fp8"),
     *("route", "sort", "grouped", "grouped_mxfp4", "add_chosen"),
     *("attend_fp8", "merge_splits", "apply_sinks", "copy_pages"),
+    *("convolve_rows", "delta_rows", "delta_lines", "delta_tiles", "delta_pass"),
+    *("delta_short", "scan_rows", "scan_lines", "scan_tiles", "scan_pass"),
+    *("norm_then_gate", "gate_then_norm"),
 )
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 
@@ -59,7 +65,7 @@ class Variant:
     kernel: str
     arguments: tuple[str, ...]  # Triton's type of each, in order
     aligned: tuple[int, ...]  # indices of arguments that are divisible by 16
-    constants: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, int | str], ...]
     warps: int = 4
     stages: int = 3  # of loads under way in a loop
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kvline_server.kernels import cubins
+from kvline_server.kernels.cuda_recurrent import CudaRecurrent
 from kvline_server.kernels.flashinfer_attention import DEPTH
 from kvline_server.kernels.gpu_attention import GpuAttention
 from kvline_server.kernels.gpu_experts import GpuExperts
@@ -15,7 +16,6 @@ from kvline_server.kernels.gpu_sampling import GpuSampling
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import Fetch, Kernels
 from kvline_server.kernels.pinned import PinnedCopies, upload
-from kvline_server.kernels.torch_recurrent import TorchRecurrent
 
 
 class FlashInferKernels(Kernels):
@@ -38,7 +38,7 @@ class FlashInferKernels(Kernels):
         self.build = cubins.identity()
         shape = heads, kv_heads, dim
         self.attention = GpuAttention(self.device, self.dtype, shape, cache, windows)
-        self.recurrent = TorchRecurrent(self.device)
+        self.recurrent = CudaRecurrent(self.device)
         self.rows = GpuRows()
         self.gemms = GpuGemms(self.device, self.rows, group)
         self.experts = GpuExperts(self.gemms.formats.choices, self.rows, group)

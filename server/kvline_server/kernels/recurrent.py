@@ -10,7 +10,6 @@ reach the results. Sequences are planned once a step, in host memory, and its la
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +39,6 @@ class Sequences:
     # and need not be copied; DUMMY: none, it starts from zero.
     sources: NDArray[np.int64]
     snapshots: Snapshots | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTables:
-    """Slots of sequences of one row each, as Sequences has them, on host and device."""
-
-    slots: np.ndarray  # int64 [sequences]
-    sources: np.ndarray  # int64 [sequences]
-    device_slots: torch.Tensor
-    device_sources: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +86,12 @@ class Scan:
 
 
 class Recurrent(ABC):
-    @property
-    def plan_in_place(self) -> Callable[[SlotTables], Any] | None:
-        """As Attention's: a plan of decodes for a captured graph, which reads the slots at their
-        addresses on the device. None where nothing can be captured."""
-        return None
+    captures = False  # whether a graph can have its kernels
+
+    def plan_in_place(self, slots: torch.Tensor, sources: torch.Tensor) -> Any:
+        """As `plan`, of decodes in a captured graph, which reads what these have when it runs; with
+        the slot DUMMY where a row is padding. slots, sources int64 [rows], on the device"""
+        raise NotImplementedError
 
     @abstractmethod
     def plan(self, sequences: Sequences) -> Any:

@@ -239,7 +239,9 @@ class TorchRecurrent(Recurrent):
         self, x: torch.Tensor, gate: torch.Tensor, norm: Norm, activation: str
     ) -> torch.Tensor:
         dim = len(norm.weight)
-        heads, gates = (each.float().reshape(len(x), -1, dim) for each in (x, gate))
+        heads, gates = (
+            each.float().reshape(len(x), each.shape[1] // dim, dim) for each in (x, gate)
+        )
         made = _rms(heads, norm.eps) * norm.weight.float()
         made *= silu(gates) if activation == "silu" else sigmoid(gates)
         return made.flatten(1).to(x.dtype)
@@ -248,7 +250,7 @@ class TorchRecurrent(Recurrent):
         self, x: torch.Tensor, gate: torch.Tensor, norm: Norm, groups: int
     ) -> torch.Tensor:
         gated = x.float() * silu(gate.float())
-        made = _rms(gated.view(len(x), groups, -1), norm.eps).flatten(1)
+        made = _rms(gated.view(len(x), groups, x.shape[1] // groups), norm.eps).flatten(1)
         return made.mul_(norm.weight.float()).to(x.dtype)
 
 

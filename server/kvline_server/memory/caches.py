@@ -1,4 +1,5 @@
-"""The KV cache as the scheduler uses it: a page pool for each group of layers (groups.py).
+"""The caches as the scheduler uses them: a page pool for each group of layers with a KV cache
+(groups.py), and a pool of slots where other layers keep a state of each sequence (states.py).
 
 A sequence's pages end at the same token in every group. They begin at its first token, or where a
 window begins: the group gives up what every later query is too far from. Invariant after every
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvline_server.memory.groups import first_page, pages_at_most, sequence_tokens
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
+from kvline_server.memory.states import StatePool, StateStep, StateTable
 
 
 @dataclass(slots=True)
@@ -29,6 +31,9 @@ class PageTable:
 
     groups: tuple[GroupPages, ...] = ()  # none before it is admitted
     pages: int = 0
+    found: int = 0  # pages of its prefix that the page pools had, some of no use without a state
+    states: StateTable | None = None  # of recurrent layers
+    step: StateStep | None = None  # theirs, of the step that is built next
 
     @property
     def tokens(self) -> int:
@@ -42,8 +47,15 @@ class PageTable:
 
 
 class Caches:
-    def __init__(self, windows: tuple[int, ...], pages: tuple[int, ...], rows: int) -> None:
-        """Of each group; steps have `rows` rows at most."""
+    def __init__(
+        self,
+        windows: tuple[int, ...],
+        pages: tuple[int, ...],
+        rows: int,
+        states: StatePool | None = None,
+    ) -> None:
+        """Of each group; steps have `rows` rows at most. `states` are of recurrent layers."""
+        self.states = states
         self.windows = windows
         self.windowed = any(windows)
         self.pools = [PagePool(count) for count in pages]
@@ -73,13 +85,21 @@ class Caches:
 
     def match(self, hashes: list[bytes]) -> PageTable:
         """Pages of the longest prefix of `hashes` which every group has as much of as the next
-        query sees."""
-        count = self._reach(hashes)
+        query sees, and behind which a state stands where there are recurrent layers."""
+        found = count = self._reach(hashes)
+        if self.states is not None:
+            while (reach := self.states.reach(hashes[:count])) < count:
+                count = self._reach(hashes[:reach])
         groups = []
         for pool, window in zip(self.pools, self.windows, strict=True):
             first = first_page(window, count)
             groups.append(GroupPages(first, array("i", pool.hold(hashes[first:count]))))
-        return PageTable(tuple(groups), count)
+        return PageTable(tuple(groups), count, found)
+
+    def admit(self, table: PageTable, hashes: list[bytes], tokens: int) -> None:
+        """A sequence of so many tokens runs from now on, with what `match` of its `hashes` gave."""
+        if self.states is not None:
+            table.states = self.states.admit(hashes, table.found, table.pages, tokens)
 
     def _reach(self, hashes: list[bytes]) -> int:
         """Pages of that prefix. The head of the queue asks in each step: of each group a page is
@@ -143,6 +163,22 @@ class Caches:
             for page, digest in zip(group.pages[max(0, at) :], hashes[max(0, -at) :], strict=False):
                 pool.publish(page, digest)
 
+    def plan(self, table: PageTable, start: int, rows: int, hashes: list[bytes]) -> None:
+        """Which states the next step reads and writes, which computes so many rows of the sequence
+        from `start` on. That step must be launched, and `launched` said of it."""
+        if self.states is not None and table.states is not None:
+            table.step = self.states.plan(table.states, start, rows, hashes)
+
+    def launched(self) -> None:
+        """The step that was planned: prefixes find the states that it keeps."""
+        if self.states is not None:
+            self.states.publish()
+
+    def confirm_states(self, table: PageTable, tokens: int) -> None:
+        """After a finite result that depends on so many tokens of the sequence."""
+        if self.states is not None and table.states is not None:
+            self.states.confirm(table.states, tokens)
+
     def confirm(self, table: PageTable, first: int, last: int) -> None:
         """After a finite result that depends on all that was written to pages first..last."""
         for pool, group in zip(self.pools, table.groups, strict=True):
@@ -153,12 +189,23 @@ class Caches:
         once it has none: the prefix cache forgets them all."""
         for index, pool in enumerate(self.pools):
             pool.retract(table.groups[index].pages if table.groups else pool.known(hashes))
+        if self.states is not None:
+            self.states.retract(hashes)
 
     def abandon(self, hashes: list[bytes]) -> None:
         """The sequence has left: the prefix cache forgets what of it is not confirmed and nobody
         else holds."""
         for pool in self.pools:
             pool.abandon(pool.known(hashes))
+        if self.states is not None:
+            self.states.abandon(hashes)
+
+    def release_state(
+        self, table: PageTable, computed: int, confirmed: int, hashes: list[bytes]
+    ) -> None:
+        """StatePool.release, before the pages'."""
+        if self.states is not None and table.states is not None:
+            self.states.release(table.states, computed, confirmed, hashes)
 
     def release(self, table: PageTable) -> None:
         for pool, group in zip(self.pools, table.groups, strict=True):
@@ -173,6 +220,8 @@ class Caches:
         for index, pool in enumerate(self.pools):
             pool.check()
             assert pool.used == len({page for t in tables for page in t.groups[index].pages})
+        if self.states is not None:
+            self.states.check([table.states for table in tables if table.states is not None])
         for table in tables:
             assert all(g.first + len(g.pages) == table.pages for g in table.groups), (
                 "a page is lost"

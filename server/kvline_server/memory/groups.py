@@ -8,7 +8,7 @@ no step lacks them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,12 +111,20 @@ class GroupedArena:
     """An arena for each group."""
 
     def __init__(
-        self, groups: tuple[CacheGroup, ...], arena: Callable[[KVShape, int], Arena], limit: int
+        self,
+        groups: tuple[CacheGroup, ...],
+        arena: Callable[[KVShape, int], Arena],
+        limit: int,
+        states: Sequence[States] = (),
     ) -> None:
-        """Addresses for as many pages of each as `limit` bytes could hold."""
+        """Addresses for as many pages of each as `limit` bytes could hold. `states` are those of
+        the layers that are in no group, in order."""
         self._groups = groups
         self._arenas = [arena(each.shape, limit // each.page_bytes + 2) for each in groups]
-        self._layers: list[KVLayer] = []
+        self._layers: list[Memory] = []
+        cached = {layer for group in groups for layer in group.layers}
+        others = (at for at in range(len(cached) + len(states)) if at not in cached)
+        self._states = dict(zip(others, states, strict=True))
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -127,7 +135,7 @@ class GroupedArena:
     def nbytes(self) -> int:
         return sum(arena.nbytes for arena in self._arenas)
 
-    def layers(self) -> list[KVLayer]:
+    def layers(self) -> list[Memory]:
         """In the model's order."""
         return self._layers
 
@@ -149,9 +157,10 @@ class GroupedArena:
     def _resize(self, pages: tuple[int, ...]) -> None:
         for arena, count in zip(self._arenas, pages, strict=True):
             arena.resize(count)
-        found = {
+        found: dict[int, Memory] = {
             layer: kv
             for group, arena in zip(self._groups, self._arenas, strict=True)
             for layer, kv in zip(group.layers, arena.layers(), strict=False)  # none without a page
         }
+        found |= self._states
         self._layers = [found[layer] for layer in sorted(found)]

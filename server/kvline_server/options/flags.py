@@ -21,6 +21,7 @@ FLAGS = {
     "maxRunningRequests": "--max-running-requests",
     "maxPrefillTokens": "--max-prefill-tokens",
     "maxTopLogprobs": "--max-top-logprobs",
+    "prefixSnapshots": "--prefix-snapshots",
     "kvCacheDtype": "--kv-cache-dtype",
     "method": "--speculation",
     "maxDraftTokens": "--max-draft-tokens",

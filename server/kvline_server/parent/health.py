@@ -138,7 +138,7 @@ class Health:
         if self._gate is None or not (self._gate.open or self._notified_open):
             return "GateClosed"
         # A raised threshold must not take a serving pod out of the endpoints.
-        if not self._was_ready and result.kv_tokens < self._gate.threshold(self._gpu()):
+        if not self._was_ready and not self._gate.admits(result, self._gpu()):
             return "BelowMinimum"
         return None
 

@@ -41,10 +41,12 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         b = self.beat
-        share = b.used_tokens / b.kv_tokens if b.kv_tokens else 0.0
+        share = vllm_metrics.usage(b)
         yield _gauge("requests_waiting", "Sequences waiting for their first step", b.waiting)
         yield _gauge("requests_running", "Sequences in the running batch", b.running)
-        yield _gauge("kv_cache_usage_ratio", "Share of the KV budget in use, 0 to 1", share)
+        yield _gauge(
+            "kv_cache_usage_ratio", "Share of the KV budget or of slots in use, 0 to 1", share
+        )
         yield _gauge("kv_block_size_tokens", "Tokens per KV page", PAGE_SIZE)
         yield _gauge("kv_blocks", "KV pages in the budget", b.kv_tokens // PAGE_SIZE)
         yield _gauge("kv_used_tokens", "Tokens held by running sequences", b.used_tokens)
@@ -65,6 +67,8 @@ class _Snapshot(Collector):
             "Sequences that ended because their grammar could not be followed",
             b.failed_grammars,
         )
+        if b.state_slots:
+            yield from _states(b)
         yield _counter("engine_steps", "Steps run since the start", b.steps)
         yield _counter("engine_starts", "Starts of the engine process", self.starts)
         yield self._requests()
@@ -90,6 +94,20 @@ class _Snapshot(Collector):
         for end in ("finished", "refused", "aborted", "failed"):
             family.add_metric([end], getattr(self.edge, end))
         return family
+
+
+def _states(beat: Beat) -> Iterator[Metric]:
+    """Of a model with recurrent layers."""
+    yield _gauge("state_slots", "Sequences whose recurrent states fit at once", beat.state_slots)
+    yield _gauge("state_snapshots", "Recurrent states kept for prefixes", beat.snapshots)
+    yield _counter(
+        "prefix_hit_tokens", "Prompt tokens that a recurrent state has saved", beat.prefix_tokens
+    )
+    yield _counter(
+        "prefix_lost_tokens",
+        "Prompt tokens computed again although their keys were cached: no state stood there",
+        beat.stateless_tokens,
+    )
 
 
 def _sizes(result: Result) -> Iterator[Metric]:

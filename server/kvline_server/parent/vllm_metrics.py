@@ -37,9 +37,15 @@ COUNTERS = {
 }
 
 
+def usage(beat: Beat) -> float:
+    """The larger of the shares of KV tokens and of slots of recurrent states that are in use."""
+    tokens = beat.used_tokens / beat.kv_tokens if beat.kv_tokens else 0.0
+    return max(tokens, beat.running / beat.state_slots if beat.state_slots else 0.0)
+
+
 def collect(beat: Beat, latencies: Latencies, model: str) -> Iterator[Metric]:
     labels = (model, ENGINE)
-    share = beat.used_tokens / beat.kv_tokens if beat.kv_tokens else 0.0
+    share = usage(beat)
     for name, text, value in (
         ("num_requests_running", "Sequences in the running batch", beat.running),
         ("num_requests_waiting", "Sequences waiting for their first step", beat.waiting),

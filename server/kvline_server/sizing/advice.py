@@ -25,7 +25,8 @@ from kvline_server.sizing.offers import (
 )
 from kvline_server.sizing.search import Search
 from kvline_server.sizing.session import PROBE_TOKENS, Session, whole_pages
-from kvline_server.sizing.settings import EngineSettings, logprob_rows
+from kvline_server.sizing.settings import EngineSettings, least_rows, logprob_rows
+from kvline_server.sizing.slots import Slots
 
 SECONDS = 60.0  # after which no other value is tried
 LEAST = 2 * PAGE_SIZE  # tokens, without which no start succeeds
@@ -113,7 +114,8 @@ class Adviser:
         return (Offer(Knob(MEMORY_FIELD, Direction.RAISE)), lower)
 
     def _prefill(self) -> Offer | None:
-        low = max(self.settings.max_running_requests, PAGE_SIZE)
+        running, recurrent = self.settings.max_running_requests, self.settings.recurrent
+        low = max(least_rows(running, recurrent), PAGE_SIZE)
         values = doubled(low, self.settings.max_prefill_tokens)
         if self._gains_too_little(self.settings, self.growth):
             return None
@@ -130,11 +132,15 @@ class Adviser:
 
     def _running(self) -> Offer | None:
         values = doubled(1, self.settings.max_running_requests, 4)
+        per_token = self.session.bytes_per_token
         if self._gains_too_little(self.settings.changed(max_running_requests=1), self.growth):
             return None
 
         def leaves(running: int) -> int | None:
-            return self._play(self.settings.changed(max_running_requests=running))
+            fewer = self.settings.changed(max_running_requests=running)
+            tokens = self._play(fewer)
+            # Slots of recurrent states stay reserved in a trial.
+            return None if tokens is None else tokens + self._slots(fewer) // per_token
 
         made = best(values, leaves, lambda _: self.least + self.spare, self.target)
         return made and Offer.lower(RUNNING_FIELD, *made)
@@ -221,8 +227,13 @@ class Adviser:
         least = SHORTEST if settings.max_model_len != self.settings.max_model_len else self.least
         missing = (least + self.spare - self.found.tokens) * self.session.bytes_per_token
         owned, less = self.session.loaded.owned, self.settings.reserved() - settings.reserved()
-        less += self.settings.mapped(owned) - settings.mapped(owned)
+        less += self.settings.mapped(owned) - settings.mapped(owned) + self._slots(settings)
         return less + growth < missing
+
+    def _slots(self, settings: EngineSettings) -> int:
+        """Bytes less of recurrent states under these settings."""
+        slots = self.session.loaded.slots
+        return slots.reserved - Slots.of(settings, slots.nbytes).reserved
 
     def _free(self) -> int:
         """Bytes of the rank with the least, beside the smallest cache."""

@@ -17,6 +17,8 @@ from kvline_contract.memory import (
     PROCESSES,
     RUNTIME,
     SLACK,
+    SNAPSHOTS,
+    STATES,
     Memory,
     rank_name,
 )
@@ -27,7 +29,13 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart, growing, lent, loaded, outside
 from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.breakdown import Taken, needed, sentence, whole
-from kvline_server.sizing.offers import CONTEXT_FIELD, MEMORY_FIELD, Offer, advice, knobs
+from kvline_server.sizing.offers import (
+    CONTEXT_FIELD,
+    MEMORY_FIELD,
+    Offer,
+    advice,
+    knobs,
+)
 from kvline_server.sizing.settings import EngineSettings
 
 SMALLEST = 1024  # tokens of the cache while probing
@@ -123,6 +131,23 @@ class Diagnosis:
             f"{max(0, free) // MIB} MiB of {self.limit // MIB} MiB are free{self._where()}; "
             f"{sentence(memory)}; {self._others()}{self._advice(offers)}"
             + ("" if self.device.gpu else ", and more by what activations and the KV cache take"),
+            memory=memory,
+            binding=self._binding(Binding.WEIGHTS),
+            knobs=knobs(offers),
+        )
+
+    def slots_do_not_fit(self, free: int, offers: tuple[Offer, ...]) -> OutOfMemory:
+        """Those of recurrent states, in the `free` bytes that weights leave."""
+        parts = [part.fixed for part in self.owned if part.name in (STATES, SNAPSHOTS)]
+        memory = needed(self.limit, [*self._owned(), *self._lent(), *self._spare()], self._gpu())
+        what = (
+            f"{self.settings.max_running_requests} requests and {self.settings.snapshots} prefix "
+            f"snapshots ({sum(parts) // MIB} MiB)"
+        )
+        return OutOfMemory(
+            f"the recurrent states of {what} do not fit: the weights leave {max(0, free) // MIB} "
+            f"MiB of {self.limit // MIB} MiB{self._where()}; {sentence(memory)}; "
+            f"{self._others()}{self._advice(offers)}",
             memory=memory,
             binding=self._binding(Binding.WEIGHTS),
             knobs=knobs(offers),

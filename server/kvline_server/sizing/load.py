@@ -23,9 +23,11 @@ from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
 from kvline_server.memory.parts import OwnedPart
+from kvline_server.memory.state_arena import StateArena
+from kvline_server.memory.state_shape import StateShape
 from kvline_server.model import devices, kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
-from kvline_server.model.decoder import Decoder, cache_groups
+from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.files import identity
 from kvline_server.model.linear import TensorSource
@@ -36,10 +38,12 @@ from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.running import bounded, left, open_to_sizing
 from kvline_server.sizing.settings import EngineSettings
+from kvline_server.sizing.slots import Slots, fitting
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
 
 REPORT_SECONDS = 1.0
+STATE_DTYPE = torch.float32  # of recurrent states: decays near 1 are lost in bfloat16
 
 
 def read_model(launch: LaunchConfig) -> ModelConfig:
@@ -77,14 +81,17 @@ def load_model(
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
+            shapes, state = _states(local(model, shard), backend.dtype)
+            owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
             fixed = expected + collectives
-            settings = _sized(launch, model, settings, device, kernels, cache, fixed)
+            settings = _sized(launch, model, settings, device, kernels, cache, fixed, state)
+            slots = Slots.of(settings, state)
+            rank = _diagnosis(backend, settings, owned, used - collectives, group)
+            _check_slots(slots, rank, device.limit - used - expected)
             copied = _LoadProgress(send, started)
-            worker = _build(source, model, cache, settings, backend, kernels, copied)
-            slow = _slow_experts(worker.decoder.weights, kernels)
-            left = loader.left_out(source, model)
-            for warning in (_dequantised(source, backend), slow, missing, left):
-                if warning and group.rank == 0:
+            worker = _build(source, model, cache, shapes, settings, backend, kernels, copied)
+            if group.rank == 0:
+                for warning in filter(None, (missing, *_warnings(source, model, backend, worker))):
                     send(Progress(warning=warning))
             del source
             device.settle()
@@ -92,18 +99,14 @@ def load_model(
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)
         raise rank.weights_do_not_fit(device.limit - used) from error
-    ms, taken = round((time.monotonic() - started) * 1000), device.now() - before
-    notes = [backend.note] if backend.note else []
-    details = ", ".join(["random"] * random + _kept(worker.decoder.weights) + notes)
-    send(Progress(stage=Stage("load", ms, taken, details or None)))
-    which = launch.image, model_revision(launch), backend.libraries
-    provenance = Provenance(device.name, device.driver, *which)
-    send(Progress(provenance=provenance))
+    kept = ["random"] * random + _kept(worker.decoder.weights)
+    provenance = _report(launch, backend, kept, started, before, send)
     loaded = Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
-        owned=(*worker.decoder.weights.parts(), *parts(cache)),
+        owned=(*worker.decoder.weights.parts(), *slots.parts(), *parts(cache)),
         groups=cache,
+        slots=slots,
         stress=StressSet.of(worker),
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(backend.cache_dtype),
@@ -111,6 +114,37 @@ def load_model(
         windowed=any(model.windows),
     )
     return loaded, settings
+
+
+def _states(model: ModelConfig, inputs: torch.dtype) -> tuple[tuple[StateShape, ...], int]:
+    """Of a rank's recurrent layers, and the bytes of a slot."""
+    shapes = state_shapes(model)
+    return shapes, sum(each.nbytes(inputs, STATE_DTYPE) for each in shapes)
+
+
+def _report(
+    launch: LaunchConfig,
+    backend: Backend,
+    details: list[str],
+    started: float,
+    before: int,
+    send: SendProgress,
+) -> Provenance:
+    """What was loaded, since when and beside how many bytes, and from what."""
+    notes, device = [backend.note] if backend.note else [], backend.device
+    ms, taken = round((time.monotonic() - started) * 1000), device.now() - before
+    send(Progress(stage=Stage("load", ms, taken, ", ".join(details + notes) or None)))
+    which = launch.image, model_revision(launch), backend.libraries
+    provenance = Provenance(device.name, device.driver, *which)
+    send(Progress(provenance=provenance))
+    return provenance
+
+
+def _check_slots(slots: Slots, rank: Diagnosis, free: int) -> None:
+    """Whether they fit in so many bytes beside what the rank has. Raises OutOfMemory."""
+    rank.owned = (*rank.owned, *slots.parts())
+    if slots.nbytes and slots.reserved > free:
+        raise rank.slots_do_not_fit(free, fitting(rank.settings, slots.nbytes, free))
 
 
 def _sized(
@@ -121,15 +155,17 @@ def _sized(
     kernels: Kernels,
     cache: tuple[CacheGroup, ...],
     fixed: int,
+    state: int,
 ) -> EngineSettings:
-    """With what depends on the kernels, and on what so many bytes that are loaded leave."""
+    """With what depends on the kernels, and on what so many bytes that are loaded leave, of which a
+    slot of recurrent states takes `state`."""
     rows, queries = 1 + settings.draft_tokens, model.heads // model.kv_heads
     page = kernels.attention.table_page_bytes(rows, queries)
     settings = settings.with_tables(page, len(set(model.windows)))
     if not open_to_sizing(launch, model, settings):
         return settings
     remains = left(device, settings, fixed, model.vocabulary)
-    running = _least(bounded(settings, parts(cache), remains), kernels)
+    running = _least(bounded(settings, parts(cache), remains, state), kernels)
     return settings.changed(max_running_requests=running)
 
 
@@ -181,6 +217,7 @@ def _fingerprint(
             **_exchange(kernels.group),
             **_asked(launch),
             **({"draftTokens": settings.draft_tokens} if settings.draft_tokens else {}),
+            **({"snapshots": settings.snapshots} if settings.recurrent else {}),
             **({} if device.gpu else _processors()),
         }
     )
@@ -231,6 +268,14 @@ def _kept(weights: loader.Weights) -> list[str]:
 
 def _stays(nbytes: int, what: str, scales: int) -> str:
     return f"{nbytes // MIB} MiB of {what} with {scales // MIB} MiB of scales"
+
+
+def _warnings(
+    source: TensorSource, model: ModelConfig, backend: Backend, worker: Worker
+) -> tuple[str, ...]:
+    """Of a model as it was loaded; some are empty."""
+    slow = _slow_experts(worker.decoder.weights, worker.kernels)
+    return _dequantised(source, backend), slow, loader.left_out(source, model)
 
 
 def _slow_experts(weights: loader.Weights, kernels: Kernels) -> str:
@@ -304,16 +349,18 @@ def _build(
     source: TensorSource,
     model: ModelConfig,
     cache: tuple[CacheGroup, ...],
+    shapes: tuple[StateShape, ...],
     settings: EngineSettings,
     backend: Backend,
     kernels: Kernels,
     copied: Callable[[int, int], None],
 ) -> Worker:
-    """Weights, KV arena (addresses only) and decoder of this rank on the device."""
+    """Weights, recurrent states, KV arena (addresses only) and decoder of this rank."""
     shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
     weights = loader.load_weights(source, model, kernels, copied, shard)
-    arena = GroupedArena(cache, backend.arena, backend.device.limit)
+    states = StateArena(shapes, settings.state_slots, backend.dtype, STATE_DTYPE, kernels.device)
+    arena = GroupedArena(cache, backend.arena, backend.device.limit, states.layers())
     decoder = Decoder(mine, weights, settings.wanted_len, kernels)
     running, rows = settings.max_running_requests, settings.decode_rows
     return Worker(decoder, arena, settings.logprob_rows, running, rows)

@@ -10,6 +10,7 @@ from kvline_server.memory import parts
 from kvline_server.memory.groups import CacheGroup
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Executor
+from kvline_server.sizing.slots import NO_SLOTS, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Loaded:
     cache_dtype: str
     note: str = ""  # Backend's
     windowed: bool = False  # some of the model's layers have a window
+    slots: Slots = NO_SLOTS  # of recurrent states, on each rank
 
     @property
     def bytes_per_token(self) -> int:

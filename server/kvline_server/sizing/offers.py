@@ -11,6 +11,7 @@ CONTEXT_FIELD = "spec.engine.maxModelLen"
 MEMORY_FIELD = "spec.resources.memory"
 PREFILL_FIELD = "spec.engine.maxPrefillTokens"
 RUNNING_FIELD = "spec.engine.maxRunningRequests"
+SNAPSHOTS_FIELD = "spec.engine.prefixSnapshots"
 HEADROOM_FIELD = "spec.capacity.headroomMiB"
 PIN_FIELD = "spec.capacity.kvTokens"
 MEMORY_STEP = 16  # MiB: use differs by a few of them between two starts
@@ -41,7 +42,8 @@ class Offer:
             return f"{knob.direction} {knob.spec_field}, by how much could not be measured"
         unit = "Mi" if knob.spec_field == MEMORY_FIELD else ""
         if self.tokens is None:
-            return f"{knob.direction} {knob.spec_field} to {knob.value}{unit} at least"
+            bound = "least" if knob.direction is Direction.RAISE else "most"
+            return f"{knob.direction} {knob.spec_field} to {knob.value}{unit} at {bound}"
         return f"{knob.spec_field} {knob.value}{unit} would leave {self.tokens:,} tokens"
 
 

@@ -363,6 +363,9 @@ class ProfileLoop:
             ranks=self.measured.memory(tokens, self.settings.headroom_mib * MIB),
             gemm_kernels=tuning.texts(self.choices),
             cache_dtype=self.loaded.cache_dtype,
+            state_slots=self.loaded.slots.running or None,
+            snapshots=self.loaded.slots.snapshots if self.loaded.slots.running else None,
+            slot_bytes=self.loaded.slots.nbytes or None,
         )
 
 

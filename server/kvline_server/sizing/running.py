@@ -1,5 +1,6 @@
 """How many requests run at once where the spec does not say, and each has a fixed cost: the windows
-of sliding-window layers are reserved for all that may run, whatever is left for the KV cache."""
+of sliding-window layers and the states of recurrent ones are reserved for all that may run,
+whatever is left for the KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ GROWTH = 32 * MIB  # on a CPU, of kernels' buffers and heaps until steps have ru
 def open_to_sizing(launch: LaunchConfig, model: ModelConfig, settings: EngineSettings) -> bool:
     """Whether the number depends on what is left."""
     windows = order(model.every_window, settings.wanted_len)
-    return launch.engine.max_running_requests is None and len(windows) > 1
+    fixed = len(windows) > 1 or settings.recurrent
+    return launch.engine.max_running_requests is None and fixed
 
 
 def left(device: Device, settings: EngineSettings, loaded: int, vocabulary: int) -> int:
@@ -33,12 +35,16 @@ def left(device: Device, settings: EngineSettings, loaded: int, vocabulary: int)
     return device.limit - beside
 
 
-def bounded(settings: EngineSettings, cache: tuple[OwnedPart, ...], left: int) -> int:
+def bounded(
+    settings: EngineSettings, cache: tuple[OwnedPart, ...], left: int, state: int = 0
+) -> int:
     """The most requests of the default, its half and so on down to FEWEST, which leave at least
-    half of `left` bytes to the KV cache; fewer where FEWEST would leave too little for a start."""
+    half of `left` bytes to the KV cache; fewer where FEWEST would leave too little for a start. A
+    slot of recurrent states takes `state` bytes."""
 
     def mapped(running: int, tokens: int = 0) -> int:
-        return growing(cache, tokens, running, settings.mapped_rows)
+        slots = settings.changed(max_running_requests=running).state_slots
+        return growing(cache, tokens, running, settings.mapped_rows) + slots * state
 
     running = settings.max_running_requests
     while running > FEWEST and mapped(running) > left // 2:

@@ -158,6 +158,8 @@ class Session:
             ranks=self.executor.ranks,
             aliased=aliased,
             draft_tokens=settings.draft_tokens,
+            recurrent=settings.recurrent,
+            snapshots=settings.snapshots,
         )
         by_name = itertools.groupby(self.loaded.stress.plays(bounds), key=attrgetter("name"))
         return [(name, list(plays)) for name, plays in by_name]

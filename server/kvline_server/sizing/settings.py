@@ -11,7 +11,8 @@ from kvline_contract.report import Effective
 from kvline_server.engine.ngrams import table_bytes
 from kvline_server.engine.scheduler import SHARED_TABLES
 from kvline_server.engine.speculation import decode_rows
-from kvline_server.errors import ConfigInvalid
+from kvline_server.errors import ConfigInvalid, ModelUnsupported
+from kvline_server.kernels.recurrent import CHUNK
 from kvline_server.kernels.sampling import LOGIT_BLOCK
 from kvline_server.memory import parts
 from kvline_server.memory.groups import CacheGroup, CacheSizes, sequence_tokens
@@ -74,6 +75,10 @@ class EngineSettings:
     ranks: int = field(default=1, repr=False)
     # Of a sequence and step, at most. In the fingerprint where there are some.
     draft_tokens: int = field(default=0, repr=False)
+    # Whether layers of the model keep a state of each sequence, and how many states are kept for
+    # prefixes; None: the default of so many requests. The fingerprint has what follows from them.
+    recurrent: bool = field(default=False, repr=False)
+    asked_snapshots: int | None = field(default=None, repr=False)
 
     def changed(self, **values: int) -> EngineSettings:
         """With other values of these fields, and with what follows from them."""
@@ -144,6 +149,19 @@ class EngineSettings:
         return PAGE_SIZE * (1 + pages_for(self.max_prefill_tokens))
 
     @property
+    def snapshots(self) -> int:
+        """Slots of recurrent states that are kept for prefixes."""
+        if not self.recurrent:
+            return 0
+        asked = self.asked_snapshots
+        return usual_snapshots(self.max_running_requests) if asked is None else asked
+
+    @property
+    def state_slots(self) -> int:
+        """Of recurrent states: of what runs, of snapshots, and the dummy."""
+        return 1 + self.max_running_requests + self.snapshots if self.recurrent else 0
+
+    @property
     def decode_rows(self) -> int:
         """The most rows of decodes in a step."""
         step = self.max_prefill_tokens
@@ -172,6 +190,17 @@ def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -
     return max(1, rows // block) * block
 
 
+def usual_snapshots(running: int) -> int:
+    """By decision 060."""
+    return running
+
+
+def least_rows(running: int, recurrent: bool) -> int:
+    """Of a step, in which each running request may decode. A prompt's chunk of recurrent layers is
+    a multiple of CHUNK, or its end: there must be room for one beside the others' decodes."""
+    return running + CHUNK - 1 if recurrent else running
+
+
 def score_bytes(rows: int, vocabulary: int) -> int:
     """That are taken at most while so many rows are scored at once."""
     return LIVE_MATRICES * rows * vocabulary * 4
@@ -191,16 +220,28 @@ def resolve(
         )
     shard.check(model, ranks)
     running = requested.max_running_requests or defaults["running"]
-    prefill = requested.max_prefill_tokens or max(defaults["prefill"], running)
-    if prefill < running:
+    recurrent = model.recurrent is not None
+    least = least_rows(running, recurrent)
+    prefill = requested.max_prefill_tokens or max(defaults["prefill"], least)
+    if prefill < least:
+        rest = f", and {CHUNK} of a prompt, as recurrent layers take" if recurrent else ""
         raise ConfigInvalid(
-            f"spec.engine.maxPrefillTokens is {prefill}, below maxRunningRequests {running}: "
-            "a step must hold one token of each running request"
+            f"spec.engine.maxPrefillTokens is {prefill}, below {least} for maxRunningRequests "
+            f"{running}: a step must hold one token of each running request{rest}"
         )
     top = requested.max_top_logprobs
     headroom = launch.capacity.headroom_mib
     cpu = launch.device is Device.CPU
     drafts = requested.speculation.draft_tokens if requested.speculation else 0
+    if drafts and recurrent:
+        raise ModelUnsupported(
+            "spec.engine.speculation: a model with recurrent layers has no states to go back to "
+            "where draft tokens are rejected; leave it out"
+        )
+    if requested.prefix_snapshots is not None and not recurrent:
+        raise ConfigInvalid(
+            "spec.engine.prefixSnapshots: the model has no recurrent layers, whose states it is of"
+        )
     settings = EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
@@ -217,6 +258,8 @@ def resolve(
         http_processes=http_processes,
         ranks=ranks,
         draft_tokens=drafts,
+        recurrent=recurrent,
+        asked_snapshots=requested.prefix_snapshots,
     )
     if not cpu:
         return settings

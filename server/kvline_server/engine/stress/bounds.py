@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvline_server.engine.speculation import decode_rows
+from kvline_server.kernels.recurrent import CHUNK
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 
@@ -36,6 +37,8 @@ class Bounds:
     ranks: int = 1
     aliased: int = 0  # tokens; 0: every page has its own
     draft_tokens: int = 0
+    recurrent: bool = False  # whether layers keep a state of each sequence
+    snapshots: int = 0  # of such states
 
     @property
     def _room(self) -> int:
@@ -93,6 +96,19 @@ class Bounds:
             rows = min(length, -(-left // (len(lengths) - index)))
             left -= rows
             spans.append(Span(length, length - rows, rows))
+        return spans
+
+    def short_prompts(self) -> list[Span]:
+        """Whole prompts of 1 to 65 tokens, as many as run at once, which end on either side of the
+        rule's chunks: no step of recurrent layers has more chunks."""
+        spans, left, room = list[Span](), self.max_prefill_tokens, self._room
+        for index in range(self._running):
+            length = min(1 + (index * 13) % (CHUNK + 1), self.max_model_len, left)
+            pages = pages_for(length)
+            if not length or pages > room:
+                break
+            left, room = left - length, room - pages
+            spans.append(Span(length, 0, length))
         return spans
 
     def long_ends(self) -> list[Span]:

@@ -56,6 +56,7 @@ class StressSet:
             mixed,
             unfiltered,
             drafted,
+            short_prompts,
         )
 
     def plays(self, bounds: Bounds) -> Iterator[Play]:
@@ -109,6 +110,12 @@ def drafted(bounds: Bounds) -> Iterator[Named]:
     """Speculation's, where there is some."""
     if bounds.draft_tokens:
         yield "drafts", partial(batch, bounds, bounds.drafted(), GREEDY)
+
+
+def short_prompts(bounds: Bounds) -> Iterator[Named]:
+    """Recurrent layers'."""
+    if bounds.recurrent:
+        yield "short-prompts", partial(batch, bounds, bounds.short_prompts())
 
 
 def _routed(make: Make, routing: Played) -> Batch:

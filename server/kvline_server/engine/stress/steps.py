@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.groups import first_page
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
+from kvline_server.memory.states import BOUNDARY, DUMMY_SLOT, StateStep
 
 
 def worst_params(vocabulary: int, top: int) -> SamplingParams:
@@ -62,7 +64,7 @@ def batch(
     pages = [itertools.cycle(each) if bounds.aliased else iter(each) for each in real]
     longest = max(span.tokens for span in spans)
     ids = [i % bounds.vocabulary for i in range(longest + len(spans))]
-    work = []
+    work, kept = [], itertools.count(1 + bounds.max_running_requests)
     for index, (length, start, rows, drafts) in enumerate(spans):
         tokens = ids[index : index + length]
         decode = rows == 1 < length == start + 1 or drafts > 0
@@ -80,6 +82,8 @@ def batch(
             for first, some in zip(firsts, pages, strict=True)
         ]
         sequence.table = PageTable(tuple(held), count)
+        if bounds.recurrent:
+            sequence.table.step = _states(bounds, 1 + index, start, rows, kept)
         sequence.computed = start
         kind = Kind.DECODE if decode else Kind.PROMPT
         work.append(Work(sequence, start, rows, kind, tokens[known:]))
@@ -88,3 +92,14 @@ def batch(
     made = build(work, [list(itertools.islice(itertools.cycle(each), most)) for each in real])
     step = on_every_rank(beside(made.step, other, bounds.logprob_rows), bounds)
     return replace(made, step=masked(step, bounds))
+
+
+def _states(bounds: Bounds, slot: int, start: int, rows: int, kept: Iterator[int]) -> StateStep:
+    """With as many snapshots of a prompt as service makes of one, as long as there are slots for
+    `kept` ones."""
+    last = rows // BOUNDARY * BOUNDARY
+    behind = [at for at in dict.fromkeys((BOUNDARY, last)) if 0 < at <= rows]
+    snapshots = [(at, next(kept)) for at in behind]
+    end = 1 + bounds.max_running_requests + bounds.snapshots
+    few = tuple(each for each in snapshots if each[1] < end)
+    return StateStep(slot, slot if start else DUMMY_SLOT, few)

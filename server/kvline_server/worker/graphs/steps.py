@@ -20,7 +20,7 @@ from kvline_contract.launch import MAX_DRAFT_TOKENS
 from kvline_server.kernels.attention import PageTables, SlotMapping
 from kvline_server.kernels.experts import Given
 from kvline_server.kernels.layout import GroupLayout
-from kvline_server.kernels.recurrent import DUMMY, SlotTables
+from kvline_server.kernels.recurrent import DUMMY
 from kvline_server.kernels.row_counts import captured, padded
 from kvline_server.memory.groups import GroupedArena, Memory, pages_at_most
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
@@ -152,14 +152,6 @@ class WholeSteps:
             start = into.at + into.pages.nbytes
         for index, (page_starts, lengths) in enumerate(placed):
             self._plan(index, row_starts, page_starts, lengths)
-        if layout.states is not None:
-            self._plan_states(host.written.numpy()[:count], host.read.numpy()[:count])
-
-    def _plan_states(self, slots: np.ndarray, sources: np.ndarray) -> Any:
-        rows, device = len(slots), self.device
-        plan = self.decoder.kernels.recurrent.plan_in_place
-        assert plan is not None
-        return plan(SlotTables(slots, sources, device.written[:rows], device.read[:rows]))
 
     def _plan(
         self, index: int, row_starts: np.ndarray, page_starts: np.ndarray, lengths: np.ndarray
@@ -192,8 +184,8 @@ class WholeSteps:
                     ones = np.ones(rows, dtype=np.int32)
                     plans.append(self._plan(index, starts, starts, ones))
                 if self.decoder.config.recurrent is not None:
-                    dummies = np.full(rows, DUMMY)
-                    plans.append(self._plan_states(dummies, dummies))
+                    slots = self.device.written[:rows], self.device.read[:rows]
+                    plans.append(self.decoder.kernels.recurrent.plan_in_place(*slots))
                 self._run(rows, memories, plans)
                 piece = partial(self._run, rows, memories, plans)
                 (self._graphs[rows],) = self._pool.capture([piece])

@@ -1,0 +1,68 @@
+"""Slots of recurrent states: reserved as the model loads, from what is asked, so that the KV cache
+is sized beside them (docs/decisions/060)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvline_contract.memory import SNAPSHOTS, STATES
+from kvline_contract.report import Direction, Knob
+from kvline_server.memory.parts import OwnedPart
+from kvline_server.memory.states import StatePool
+from kvline_server.sizing.offers import RUNNING_FIELD, SNAPSHOTS_FIELD, Offer
+from kvline_server.sizing.settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Of a rank; none of a model without recurrent layers."""
+
+    nbytes: int = 0  # of a state, in all layers
+    running: int = 0
+    snapshots: int = 0
+
+    @classmethod
+    def of(cls, settings: EngineSettings, nbytes: int) -> Slots:
+        return cls(nbytes, settings.max_running_requests, settings.snapshots) if nbytes else cls()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes, the dummy's too."""
+        return self.nbytes * (1 + self.running + self.snapshots)
+
+    def parts(self) -> tuple[OwnedPart, ...]:
+        each = f"{self.nbytes / 2**20:.1f} MiB a sequence"
+        running = OwnedPart(STATES, fixed=self.nbytes * (1 + self.running), detail=each)
+        kept = OwnedPart(SNAPSHOTS, fixed=self.nbytes * self.snapshots, detail="kept for prefixes")
+        return tuple(part for part in (running, kept) if part.fixed)
+
+    def pool(self) -> StatePool | None:
+        return StatePool(self.running, self.snapshots) if self.nbytes else None
+
+
+NO_SLOTS = Slots()
+
+
+def fitting(settings: EngineSettings, nbytes: int, free: int) -> tuple[Offer, ...]:
+    """What to ask for less of, where slots of so many bytes do not fit in `free` bytes beside what
+    requests take: the most that does of each setting, where some number does."""
+
+    def fits(**changed: int) -> bool:
+        made = settings.changed(**changed)
+        return Slots.of(made, nbytes).reserved + made.reserved() <= free
+
+    running = _most(1, settings.max_running_requests, lambda n: fits(max_running_requests=n))
+    kept = _most(0, settings.snapshots, lambda n: fits(asked_snapshots=n))
+    found = (RUNNING_FIELD, running), (SNAPSHOTS_FIELD, kept)
+    return tuple(Offer(Knob(name, Direction.LOWER, n)) for name, n in found if n is not None)
+
+
+def _most(least: int, below: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest number that fits, from `least` on; where one does, all smaller ones do."""
+    if least >= below or not fits(least):
+        return None
+    while below - least > 1:
+        middle = (least + below) // 2
+        least, below = (middle, below) if fits(middle) else (least, middle)
+    return least

@@ -1,0 +1,111 @@
+"""Engines over models with recurrent layers: what a sequence gets depends neither on who had its
+slot before nor on where its prompt was cut, cached or preempted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines import engine, finish, greedy, worker
+from hybrid_models import build, save
+
+from kvline_server.engine.engine import Engine
+from kvline_server.memory.state_shape import States
+from kvline_server.memory.states import BOUNDARY
+
+PROMPTS = [[3 + (7 * n + 11 * i * i) % 290 for i in range(n)] for n in (1, 3, 63, 64, 65, 130, 200)]
+FAMILIES = ("qwen3.5",)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @functools.cache
+    def make(family: str) -> Path:
+        return save(build(family), tmp_path_factory.mktemp(family))
+
+    return make
+
+
+def texts(made: Engine, prompts: list[list[int]], tokens: int = 20) -> list[list[int]]:
+    first = max(made.sequences, default=-1) + 1 + made.steps * 1000
+    for at, prompt in enumerate(prompts):
+        made.submit(first + at, list(prompt), greedy(tokens))
+    out = finish(made)
+    return [[t for item in out[first + at] for t in item.tokens] for at in range(len(prompts))]
+
+
+def spoil(made: Engine) -> None:
+    """What is in no sequence's state and in no snapshot becomes NaN."""
+    states = made.caches.states
+    assert states is not None
+    kept = {*states._used, *(each.slot for each in states._of.values())}
+    for layer in worker(made).arena.layers():
+        if isinstance(layer, States):
+            for slot in set(range(1, 1 + states.total)) - kept:
+                layer.inputs[slot], layer.matrices[slot] = float("nan"), float("nan")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_gives_what_each_prompt_gives_alone(
+    folder_of: Callable[[str], Path], family: str
+) -> None:
+    folder = folder_of(family)
+    alone = []
+    for prompt in PROMPTS:
+        made = engine(folder, step=512)
+        spoil(made)
+        alone += texts(made, [prompt])
+    together = engine(folder, step=512)
+    spoil(together)
+    assert texts(together, PROMPTS) == alone
+    cut = engine(folder, step=8 + BOUNDARY)  # a boundary a step, beside decodes
+    assert texts(cut, PROMPTS) == alone
+    few = engine(folder, pages=20, step=128)  # 304 tokens for 700: most are preempted
+    assert texts(few, PROMPTS) == alone and few.scheduler.preemptions
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_goes_on_from_a_state(folder_of: Callable[[str], Path], family: str) -> None:
+    """Each turn has all of the one before; the second of two equal prompts computes its end."""
+    folder, turn = folder_of(family), PROMPTS[-1]
+    warm, states = engine(folder, step=128), None
+    for count in (64, 130, 200, 200):
+        cold = engine(folder, step=128)
+        assert texts(warm, [turn[:count]]) == texts(cold, [turn[:count]])
+        states = warm.caches.states
+        assert states is not None and cold.caches.states is not None
+        assert not cold.caches.states.hit
+        spoil(warm)
+    assert states is not None
+    assert states.hit == 64 + 128 + 192 and not states.lost
+
+
+def test_a_turn_goes_on_from_the_state_that_the_answer_before_left(
+    folder_of: Callable[[str], Path],
+) -> None:
+    folder, prompt = folder_of("qwen3.5"), PROMPTS[3]
+    warm = engine(folder, step=128)
+    (answer,) = texts(warm, [prompt], tokens=100)
+    states = warm.caches.states
+    assert states is not None and not states.hit
+    follows = prompt + answer + [5, 6, 7]
+    assert texts(warm, [follows]) == texts(engine(folder, step=128), [follows])
+    assert states.hit == (len(prompt) + 99) // BOUNDARY * BOUNDARY
+
+
+def test_who_leaves_in_the_middle_of_a_prompt_gives_its_slot_back(
+    folder_of: Callable[[str], Path],
+) -> None:
+    made = engine(folder_of("qwen3.5"), running=2, step=80)
+    for id in range(6):
+        made.submit(id, list(PROMPTS[-1]), greedy(4))
+    for id in range(5):
+        made.step()
+        made.abort(id)
+        made.caches.check([each.table for each in made.scheduler.running])
+        spoil(made)
+    out = finish(made)
+    tokens = [t for item in out[5] for t in item.tokens]
+    assert [tokens] == texts(engine(folder_of("qwen3.5"), step=80), [PROMPTS[-1]], 4)

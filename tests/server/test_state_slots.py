@@ -1,0 +1,129 @@
+"""A start of a model with recurrent layers: slots are reserved from what is asked, beside the
+weights and before the KV cache, or refused with the number that fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hybrid_models import build, save
+from servers import launch_config
+
+from kvline_contract.launch import EngineOptions, Method, Speculation
+from kvline_contract.memory import SNAPSHOTS, STATES
+from kvline_contract.report import Direction
+from kvline_server.engine_process.start import LoadedRank, load_rank
+from kvline_server.errors import ConfigInvalid, ModelUnsupported, OutOfMemory
+from kvline_server.ipc.messages import Progress
+from kvline_server.model.config import read_config
+from kvline_server.sizing.offers import RUNNING_FIELD, SNAPSHOTS_FIELD
+from kvline_server.sizing.settings import EngineSettings, least_rows, resolve
+from kvline_server.sizing.slots import Slots, fitting
+
+LARGE = 4096 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("qwen3.5"), tmp_path_factory.mktemp("hybrid"))
+
+
+def loaded(folder: Path, memory: int = LARGE, **engine: int) -> LoadedRank:
+    launch = launch_config(folder, EngineOptions(**engine))  # type: ignore[arg-type]
+    return load_rank(launch, lambda _: None, memory, os.getpid(), wait_for_neighbours=lambda: None)
+
+
+def test_slots_are_what_is_asked_whatever_is_free(folder: Path) -> None:
+    made = loaded(folder, max_running_requests=5, prefix_snapshots=3)
+    slots = made.loaded.slots
+    assert (slots.running, slots.snapshots) == (5, 3)
+    # Of three layers: 3 inputs of 2 * 32 + 48 channels, and 6 heads of 16 by 8, in float32.
+    assert slots.nbytes == 3 * 4 * (3 * 112 + 6 * 16 * 8)
+    parts = {part.name: part.fixed for part in made.loaded.owned}
+    assert (parts[STATES], parts[SNAPSHOTS]) == (6 * slots.nbytes, 3 * slots.nbytes)
+    worker = made.local.worker
+    worker.arena.resize((4,))
+    states = [each for each in worker.arena.layers() if hasattr(each, "matrices")]
+    assert [len(each.matrices) for each in states] == [9] * 3
+    assert made.settings.snapshots == 3 and made.settings.state_slots == 9
+    none = loaded(folder, max_running_requests=2, prefix_snapshots=0).loaded
+    assert (none.slots.running, none.slots.snapshots) == (2, 0)
+    assert SNAPSHOTS not in {part.name for part in none.owned}
+    assert none.fingerprint != made.loaded.fingerprint
+
+
+def test_slots_that_do_not_fit_are_refused_with_the_numbers_that_do(folder: Path) -> None:
+    """Half of the snapshots would, but for what else is reserved; no number of requests would."""
+    made = loaded(folder, max_running_requests=2, prefix_snapshots=60_000)
+    need, each = made.loaded.slots.reserved, made.loaded.slots.nbytes
+    assert need > 600 << 20
+    memory = made.backend.device.used() - need // 2
+    del made
+    with pytest.raises(OutOfMemory, match="recurrent states of 2 requests and 60000") as error:
+        loaded(folder, memory, max_running_requests=2, prefix_snapshots=60_000)
+    (knob,) = error.value.knobs
+    assert (knob.spec_field, knob.direction) == (SNAPSHOTS_FIELD, Direction.LOWER)
+    assert knob.value is not None and 4_000 < knob.value < need // each // 2
+    assert f"lower {SNAPSHOTS_FIELD} to {knob.value} at most" in str(error.value)
+    fewer = loaded(folder, memory + (64 << 20), max_running_requests=2, prefix_snapshots=knob.value)
+    assert fewer.loaded.slots.snapshots == knob.value
+
+
+@pytest.mark.parametrize("snapshots", [None, 0, 40])
+def test_the_number_that_is_offered_is_the_largest_that_fits(snapshots: int | None) -> None:
+    asked = EngineSettings(None, 8192, 256, 512, 20, 0, 64, None)
+    settings = replace(asked, recurrent=True, asked_snapshots=snapshots)
+    nbytes, free = 3 << 20, 400 << 20
+    offers = {each.knob.spec_field: each.knob.value for each in fitting(settings, nbytes, free)}
+    running = offers[RUNNING_FIELD]
+    assert running is not None
+
+    def taken(count: int) -> int:
+        return Slots.of(settings.changed(max_running_requests=count), nbytes).reserved
+
+    assert taken(running) <= free < taken(running + 1)
+    assert SNAPSHOTS_FIELD not in offers, "of 256 requests no number fits"
+    assert fitting(settings, nbytes, nbytes) == (), "nor a request without its dummy"
+
+
+def test_a_step_has_room_for_a_chunk_beside_all_decodes(folder: Path) -> None:
+    model = read_config(folder)
+    launch = launch_config(folder, EngineOptions(max_running_requests=600))
+    assert resolve(launch, model, LARGE).max_prefill_tokens == least_rows(600, True) == 663
+    small = launch_config(folder, EngineOptions(max_running_requests=8, max_prefill_tokens=64))
+    with pytest.raises(ConfigInvalid, match=r"maxPrefillTokens is 64, below 71 .* and 64 of a"):
+        resolve(small, model, LARGE)
+
+
+def test_draft_tokens_are_refused_by_name(folder: Path) -> None:
+    drafts = Speculation(Method.NGRAM)
+    launch = launch_config(folder, EngineOptions(speculation=drafts))
+    with pytest.raises(ModelUnsupported, match=r"spec\.engine\.speculation"):
+        resolve(launch, read_config(folder), LARGE)
+
+
+def test_snapshots_of_a_model_without_states_are_refused(
+    make_model: Callable[..., Path],
+) -> None:
+    llama = make_model("llama")
+    launch = launch_config(llama, EngineOptions(prefix_snapshots=4))
+    with pytest.raises(ConfigInvalid, match=r"spec\.engine\.prefixSnapshots"):
+        resolve(launch, read_config(llama), LARGE)
+
+
+def test_as_many_run_as_leave_half_to_the_kv_cache(folder: Path) -> None:
+    heard: list[str | None] = []
+
+    def send(progress: Progress) -> None:
+        if progress.current is not None:
+            heard.append(progress.current.name)
+
+    launch = launch_config(folder)
+    made = load_rank(
+        launch, send, LARGE, os.getpid(), wait_for_neighbours=lambda: heard.append("waited")
+    )
+    assert "waited" in heard, "what HTTP takes is known before slots are counted"
+    assert made.settings.max_running_requests == 16 == made.loaded.slots.running
