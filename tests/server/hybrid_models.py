@@ -4,7 +4,9 @@ states of a few sequences, without an engine."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import numpy as np
 import torch
 from engines import mapped
 from families import SMALL, WIDE
+from waiting import limit
 
 from kvline_server.kernels.attention import SlotMapping
+from kvline_server.kernels.group import Alone, Group
 from kvline_server.kernels.layout import GroupLayout, Layout, StateLayout
 from kvline_server.kernels.recurrent import DUMMY
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
@@ -38,24 +42,79 @@ QWEN: dict[str, Any] = WIDE | {
         "partial_rotary_factor": 0.25,
     },
 }
+MOE: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
+NEMOTRON: dict[str, Any] = WIDE | {
+    "layers_block_type": [LINEAR, "mlp", LINEAR, FULL, "moe", LINEAR, "moe"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,  # which transformers clamps by in prompts alone
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 32,
+}
+GRANITE: dict[str, Any] = WIDE | {
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 20,
+    "mamba_chunk_size": 32,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.7,
+    "shared_intermediate_size": 40,
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5Text", QWEN),
+    "qwen3.5-moe": ("Qwen3_5MoeText", QWEN | MOE),
+    "qwen3-next": ("Qwen3Next", QWEN | MOE),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    # Which ends on a mixer, and begins with another block.
+    "nemotron-h-latent": (
+        "NemotronH",
+        NEMOTRON
+        | {"layers_block_type": ["moe", FULL, "moe", "mlp", LINEAR], "moe_latent_size": 16},
+    ),
+    "nemotron-h-dense": (
+        "NemotronH",
+        NEMOTRON | {"layers_block_type": [LINEAR, "mlp", FULL, "mlp", "mlp", LINEAR]},
+    ),
+    "granite": ("GraniteMoeHybrid", GRANITE | {"num_local_experts": 0}),
+    "granite-moe": (
+        "GraniteMoeHybrid",
+        GRANITE
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
+    ),
 }
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name: str, **more: Any) -> torch.nn.Module:
     """A model of transformers, in float32: what a state holds shows long after, and no norm is
     without effect."""
     import transformers
 
     torch.manual_seed(7)
     architecture, extra = HYBRIDS[name]
-    config = getattr(transformers, f"{architecture}Config")(**(SMALL | extra))
+    config = getattr(transformers, f"{architecture}Config")(**(SMALL | extra | more))
     kind = getattr(transformers, f"{architecture.removesuffix('Text')}ForCausalLM")
     made: torch.nn.Module = kind(config).float().eval()
     with torch.no_grad():
         for key, each in made.named_parameters():
             _spread(key, each)
+        for key, buffer in made.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     return made
 
 
@@ -143,3 +202,26 @@ class Runner:
 def save(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     return folder
+
+
+class Pair(Alone):
+    """Two ranks, each a thread."""
+
+    ranks = 2
+
+    def __init__(self, rank: int, met: threading.Barrier, given: dict[int, torch.Tensor]) -> None:
+        self.rank, self.met, self.given = rank, met, given
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.given[self.rank] = x
+        self.met.wait()
+        made = self.given[0] + self.given[1]
+        self.met.wait()
+        return made
+
+
+def on_two_ranks(work: Callable[[Group], torch.Tensor]) -> list[torch.Tensor]:
+    """What each of them makes."""
+    met, given = threading.Barrier(2, timeout=limit(30)), dict[int, torch.Tensor]()
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(work, [Pair(rank, met, given) for rank in range(2)]))

@@ -86,8 +86,57 @@ LINEAR = {
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 3,
-    "head_dim": 12,
+    "head_dim": 16,
 }
+SHARED = EXPERTS | {
+    "num_experts": 12,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+}
+NEMOTRON = (
+    DENSE
+    | EXPERTS
+    | {
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 3e-5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 10,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "n_routed_experts": 12,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 36,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 2.5,
+    }
+)
+GRANITE = (
+    DENSE
+    | EXPERTS
+    | BIAS
+    | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 30,
+        "mamba_expand": 3,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 10,
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "num_local_experts": 12,
+        "shared_intermediate_size": 36,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.7,
+    }
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE | BIAS | {"mlp_bias": True}),
     "llama3": ("Llama", DENSE | {"rope_scaling": {"type": "llama3", **LLAMA3, **LENGTH}}),
@@ -125,6 +174,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", GPT_OSS | {"rope_scaling": {"rope_type": "yarn", **YARN, **LENGTH}}),
     "gpt-oss-plain": ("GptOss", GPT_OSS | {"rope_parameters": {"rope_type": "default"}}),
     "qwen3.5": ("Qwen3_5Text", DENSE | BIAS | LINEAR | {"partial_rotary_factor": 0.5}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", COMMON | LINEAR | SHARED),
+    "qwen3-next": ("Qwen3Next", COMMON | LINEAR | SHARED | {"norm_topk_prob": False}),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "granite": ("GraniteMoeHybrid", GRANITE),
     "olmo2": ("Olmo2", DENSE | BIAS),
     "gemma3": (
         "Gemma3Text",
@@ -157,22 +210,30 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
             config = getattr(transformers, f"{name}Config")(**copy.deepcopy(raw))
             kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
             model = kind(config)
-        tables = rotary(type(model.model.rotary_emb)(config), config)
+        inner, every = model.model, model.model.layers
+        module = getattr(inner, "rotary_emb", None)
+        tables = [] if module is None else rotary(type(module)(config), config)
     except Exception as error:
         raise Refused(repr(error)) from error
-    every = model.model.layers
-    layers = [layer.self_attn for layer in every if hasattr(layer, "self_attn")]
-    tables = [tables[i] for i, layer in enumerate(every) if hasattr(layer, "self_attn")]
-    norm, window = model.model.norm, getattr(config, "sliding_window", None)
+    found = [attention(layer) for layer in every]
+    layers = [layer for layer in found if layer is not None]
+    if not layers:
+        raise Refused("no layer of attention")  # which we ask for
+    tables = [table for table, layer in zip(tables, found, strict=False) if layer is not None]
+    norm = getattr(inner, "norm", None) or inner.norm_f
+    window = getattr(config, "sliding_window", None)
     windows = [getattr(one, "sliding_window", window) or 0 for one in layers]
     eos = config.eos_token_id
     return {
-        "elements": sum(one.numel() for one in model.parameters()),
+        "elements": sum(one.numel() for one in model.parameters()) + biases_of_choice(model),
         "layers": len(every),
-        "recurrent": [
-            n for layer in every if not hasattr(layer, "self_attn") for n in states(layer)
-        ],
-        "hidden": model.model.embed_tokens.weight.shape[1],
+        "recurrent": [n for layer in every for n in states(layer)],
+        "multipliers": multipliers(
+            getattr(inner, "embedding_multiplier", 0.0),
+            getattr(every[0], "residual_multiplier", 0.0),
+            getattr(model, "logits_scaling", 0.0),
+        ),
+        "hidden": inner.get_input_embeddings().weight.shape[1],
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_dim": layers[0].head_dim,
@@ -181,18 +242,42 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
         "windows": windows,
         "tied": config.tie_word_embeddings,
         "chosen": getattr(config, "num_experts_per_tok", None),
-        "renormalised": getattr(config, "norm_topk_prob", name in ("Mixtral", "GptOss")),
+        "renormalised": getattr(config, "norm_topk_prob", name in RENORMALISED),
         "eos": () if eos is None else (eos,),
         "cosines": [one[0] for one in tables],
         "sines": [one[1] for one in tables],
     }
 
 
+def biases_of_choice(model: Any) -> int:
+    """Elements of them, which are no parameters."""
+    named = model.named_buffers()
+    return sum(one.numel() for name, one in named if name.endswith("e_score_correction_bias"))
+
+
+def attention(layer: Any) -> Any:
+    """None of a layer without."""
+    if getattr(layer, "block_type", "") == "full_attention" and hasattr(layer, "mixer"):
+        return layer.mixer
+    return getattr(layer, "self_attn", None)
+
+
 def states(layer: Any) -> tuple[int, ...]:
-    """Sizes of what a layer without attention keeps: inputs of its convolution, and matrices."""
-    rule = layer.linear_attn
-    inputs = rule.conv_kernel_size - 1, rule.conv_dim
-    return *inputs, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim
+    """Sizes of what a recurrent layer keeps: inputs of its convolution, and matrices."""
+    if getattr(layer, "block_type", "") != "linear_attention":
+        return ()
+    if hasattr(layer, "linear_attn"):
+        rule = layer.linear_attn
+        inputs = rule.conv_kernel_size - 1, rule.conv_dim
+        return *inputs, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim
+    scan = getattr(layer, "mamba", None) or layer.mixer
+    inputs = scan.conv_kernel_size - 1, scan.conv_dim
+    return *inputs, scan.num_heads, scan.head_dim, scan.ssm_state_size
+
+
+def multipliers(*each: float) -> list[float]:
+    """Of families that have them: Granite."""
+    return list(each) if all(each) else []
 
 
 def rotary(module: Any, config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -208,6 +293,7 @@ def rotary(module: Any, config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [made[kind] for kind in kinds]
 
 
+RENORMALISED = ("Mixtral", "GptOss", "Qwen3_5MoeText", "GraniteMoeHybrid")
 POSITIONS = 1300  # more than the models' own lengths
 
 
@@ -215,11 +301,15 @@ def ours(model: ModelConfig) -> dict[str, Any]:
     ropes = [model.rope_of(layer) for layer in model.attentions.values()]
     tables = {rope: cos_sin(rope, model.head_dim, POSITIONS) for rope in set(ropes)}
     pairs = {rope: (rope.rotary_dim or model.head_dim) // 2 for rope in tables}
-    experts = model.experts
+    experts, granite = model.experts, model.architecture.startswith("Granite")
+    ropes = ropes if model.rotates else []
     return {
         "elements": checked(RandomSource(), model).counts.total(),
         "layers": model.layers,
         "recurrent": [n for x in state_shapes(model) for n in (*x.inputs, *x.matrices)],
+        "multipliers": multipliers(
+            model.embedding_scale if granite else 0.0, model.residual_scale, model.logits_divisor
+        ),
         "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": model.kv_heads,

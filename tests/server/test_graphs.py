@@ -4,83 +4,21 @@ replay, over the same buffers."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engines import engine, finish, greedy, worker
+from stand_ins import CapturedKernels, Pool
 
 from kvline_server.engine.engine import Engine
-from kvline_server.kernels.attention import PageTables
-from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.kernels.row_counts import captured
-from kvline_server.kernels.torch import TorchKernels
-from kvline_server.kernels.torch_attention import TorchAttention
 from kvline_server.worker.graphs import graphs, steps
-from kvline_server.worker.graphs.pool import GraphPool
 from kvline_server.worker.inputs import upload
 from kvline_server.worker.step import InFlight, Step
 
 MOST, RUNNING = 48, 6
-
-
-class Pool(GraphPool):
-    def __init__(self) -> None:
-        self._skipped = False
-        self.captured = self.replayed = 0
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        with torch.inference_mode():
-            yield
-
-    def capture(self, pieces: Iterable[Callable[[], None]]) -> list[Any]:
-        made = list(pieces)
-        self.captured += len(made)
-        return made
-
-    def replay(self, graph: Any) -> None:
-        if not self._skipped:
-            self.replayed += 1
-            graph()
-
-
-class InPlace(TorchAttention):
-    def __init__(self, *words: Any) -> None:
-        super().__init__(*words)
-        self._plans: dict[tuple[int, int], list[Any]] = {}
-
-    def plan_in_place(self, tables: PageTables, window: int) -> Any:  # type: ignore[override]
-        rows = len(tables.lengths)
-        layout = Layout(
-            positions=tables.lengths - 1,
-            row_starts=tables.row_starts,
-            decodes=rows,
-            groups=(
-                GroupLayout(
-                    lengths=tables.lengths,
-                    page_starts=tables.page_starts,
-                    pages=tables.pages[: tables.page_starts[-1]].numpy(),
-                    slots=np.zeros(rows, np.int64),
-                    cleared=np.zeros(0, np.int64),
-                ),
-            ),
-        )
-        plan = self._plans.setdefault((rows, window), [])
-        plan[:] = self.plan(layout, 0, window)
-        return plan
-
-
-class CapturedKernels(TorchKernels):
-    """With a step in flight and plans in place, as on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(depth=1)
-        self.attention = InPlace(self.device, self.dtype, self.rows)
 
 
 @pytest.fixture(params=list(itertools.product(["qwen2", "gemma3"], [0, 3])), ids=str)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 from fp8_checkpoints import Keeping
+from hybrid_models import on_two_ranks
 from safetensors.torch import save_file
 from test_shards import MODEL as OTHER
-from waiting import limit
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.fp8 import FP8
-from kvline_server.kernels.group import ALONE, Alone, Group
+from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.projection import Join, Operand
 from kvline_server.kernels.recurrent import DUMMY, Sequences, States
 from kvline_server.kernels.torch import TorchKernels
@@ -239,29 +237,12 @@ def test_a_prompt_in_chunks_is_what_it_is_whole(family: Family, cuts: Sequence[i
     near(torch.cat(made), family.want(x))
 
 
-class Pair(Alone):
-    """Two ranks, each a thread."""
-
-    ranks = 2
-
-    def __init__(self, rank: int, met: threading.Barrier, given: dict[int, torch.Tensor]) -> None:
-        self.rank, self.met, self.given = rank, met, given
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.given[self.rank] = x
-        self.met.wait()
-        made = self.given[0] + self.given[1]
-        self.met.wait()
-        return made
-
-
 def test_two_ranks_are_as_one(family: Family) -> None:
     """Each has some heads; the norm behind Granite's one group is over both ranks."""
-    met, x = threading.Barrier(2, timeout=limit(30)), torch.randn(70, HIDDEN)
-    given: dict[int, torch.Tensor] = {}
+    x = torch.randn(70, HIDDEN)
 
-    def one(rank: int) -> torch.Tensor:
-        kernels, block = family.block(Pair(rank, met, given))
+    def one(group: Group) -> torch.Tensor:
+        kernels, block = family.block(group)
         states = pool(block)
         steps = [(0, 66), (66, 70)]
         made = [
@@ -270,8 +251,7 @@ def test_two_ranks_are_as_one(family: Family) -> None:
         ]
         return torch.cat(made)
 
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(one, range(2))
+    first, second = on_two_ranks(one)
     assert torch.equal(first, second)
     near(first, family.want(x))
 

@@ -14,14 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 from engines import decoder
-from hybrid_models import HYBRIDS, Runner, Work, build, logits_of, save
+from hybrid_models import HYBRIDS, Runner, Work, build, logits_of, on_two_ranks, save
 from safetensors.torch import load_file, save_file
 
 from kvline_contract.launch import Device
 from kvline_server.errors import ModelUnsupported
-from kvline_server.model import devices, shard
+from kvline_server.kernels.group import Group
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.state_shape import States
+from kvline_server.model import devices
 from kvline_server.model.config import read_config
-from kvline_server.model.loader import SafetensorsSource, checked, left_out
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import SafetensorsSource, checked, left_out, load_weights
+from kvline_server.model.shard import Shard, check, local
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 130)  # around the convolution and the chunks
 CUTS = [(1,), (63, 64), (64, 65, 68), (3, 7, 70, 129), (16, 17, 18, 19, 20)]
@@ -94,7 +99,37 @@ def test_greedy_tokens_are_those_of_transformers(family: Family) -> None:
             each.append(int(logits[-1].argmax()))
     for tokens, output in zip(prompts, made, strict=True):
         want = logits_of(family.model, tokens + output)[len(tokens) - 1 : -1]
-        assert want.argmax(-1).tolist() == output and len(set(output)) > 8
+        chosen = want.gather(1, torch.tensor(output).unsqueeze(1))
+        assert float((want.amax(1) - chosen.squeeze(1)).max()) < NEAR  # ties are rare
+        assert len(set(output)) > 8 and (want.argmax(1) == torch.tensor(output)).sum() > OUTPUT - 4
+
+
+def test_two_ranks_are_as_one(family: Family) -> None:
+    """Each has a part of the vocabulary."""
+    config, tokens = read_config(family.folder), prompt(70, 3)
+
+    def one(group: Group) -> torch.Tensor:
+        shard, kernels = Shard(group.rank, 2), TorchKernels(group=group)
+        source = SafetensorsSource(family.folder)
+        weights = load_weights(source, config, kernels, shard=shard)
+        runner = Runner(Decoder(local(config, shard), weights, 256, kernels))
+        made = [
+            runner.run([Work(2, some)])[0] for some in (tokens[:66], tokens[66:69], [tokens[69]])
+        ]
+        return torch.cat(made)
+
+    near(torch.cat(on_two_ranks(one), dim=1), logits_of(family.model, tokens))
+
+
+def test_a_state_that_is_lost_shows(family: Family) -> None:
+    """Else none of this would say that states are kept."""
+    runner, tokens = Runner(decoder(family.folder)), prompt(96, 4)
+    runner.run([Work(0, tokens[:64])])
+    for memory in runner.memories:
+        if isinstance(memory, States):
+            memory.matrices[1].zero_()
+    (got,) = runner.run([Work(0, tokens[64:])])
+    assert float((got[-1] - logits_of(family.model, tokens)[-1]).abs().max()) > 100 * NEAR
 
 
 def test_every_parameter_is_counted(family: Family) -> None:
@@ -106,12 +141,25 @@ def test_every_parameter_is_counted(family: Family) -> None:
     assert sizes == 4 * elements and not weights.scales
 
 
+def together(tensors: dict[str, torch.Tensor], at: str) -> dict[str, torch.Tensor]:
+    """The experts of a layer as published files have them, in two tensors; takes those of each."""
+    count = sum(name.startswith(at) for name in tensors) // 3
+    gates, ups, downs = (
+        [tensors.pop(f"{at}{expert}.{name}_proj.weight") for expert in range(count)]
+        for name in ("gate", "up", "down")
+    )
+    both = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+    return {at + "gate_up_proj": torch.stack(both), at + "down_proj": torch.stack(downs)}
+
+
 def towered(folder: Path, into: Path) -> Path:
     """The text model of a checkpoint that has a tower for images, and a draft head."""
     tensors = {
         re.sub(r"^model\.", "model.language_model.", name): tensor
         for name, tensor in load_file(folder / "model.safetensors").items()
     }
+    for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
+        tensors |= together(tensors, name.partition("0.gate_proj")[0])
     more = ("model.visual.blocks.0.norm1.weight", "mtp.norm.weight", "mtp.fc.weight")
     save_file(tensors | {name: torch.zeros(1) for name in more}, into / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
@@ -128,7 +176,7 @@ def towered(folder: Path, into: Path) -> Path:
     return into
 
 
-@pytest.mark.parametrize("name", ["qwen3.5"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_the_text_model_beside_a_tower_is_served(
     name: str, family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
@@ -160,6 +208,6 @@ def test_ranks_that_heads_do_not_divide_are_refused_by_name(
     family_of: Callable[[str], Family],
 ) -> None:
     config = read_config(family_of("qwen3.5").folder)
-    shard.check(config, 2)
+    check(config, 2)
     with pytest.raises(ModelUnsupported, match=r"layers with 2 key heads .* gpus can be 1 or 2$"):
-        shard.check(config, 3)
+        check(config, 3)

@@ -18,10 +18,13 @@ ExpertWeight = torch.Tensor | Mxfp4Weight | PackedMxfp4
 class Layer:
     """The experts of a layer, one after the other in each weight; a rank's columns of all."""
 
-    gate_up: ExpertWeight  # [experts * 2 * width, hidden], an expert's gate before its up
+    # [experts * 2 * width, hidden], an expert's gate before its up; or up alone
+    gate_up: ExpertWeight
     down: ExpertWeight  # [experts * hidden, width]
     gate_up_bias: torch.Tensor | None = None  # [experts, 2 * width]
     down_bias: torch.Tensor | None = None  # [experts, hidden]; rank 0 alone has it
+    # float32 [experts], added to the scores by which experts are chosen, and not weighed
+    choice_bias: torch.Tensor | None = None
 
     @property
     def experts(self) -> int:
@@ -45,8 +48,11 @@ class Routing:
 
     chosen: int  # of a row
     renormalise: bool  # the weights of the chosen ones add up to 1
-    # Of the gate: silu, gelu_tanh, or swiglu_oai, which clamps both and adds 1 to up.
+    # Of the gate: silu, gelu_tanh, or swiglu_oai, which clamps both and adds 1 to up. Or relu2,
+    # of up alone: then there is no gate.
     activation: str
+    scores: str = "softmax"  # of the logits, over all experts; or sigmoid, of each
+    scale: float = 1.0  # of the weights
 
 
 @dataclass(frozen=True, slots=True)

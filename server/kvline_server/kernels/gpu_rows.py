@@ -20,6 +20,8 @@ class GpuRows(Rows):
         return x
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation == "relu2":
+            return x.relu().square_()
         gates = {"silu": flashinfer.silu_and_mul, "gelu_tanh": flashinfer.gelu_tanh_and_mul}
         out: torch.Tensor = gates[activation](x)
         return out

@@ -61,9 +61,9 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """`activation` of the first half times the second. -> an Operand of half the columns"""
+    """Rows.activate_and_mul. -> an Operand"""
 
-    activation: str  # silu or gelu_tanh
+    activation: str  # silu, gelu_tanh or relu2
 
 
 @dataclass(frozen=True, slots=True)

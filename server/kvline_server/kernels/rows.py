@@ -21,4 +21,5 @@ class Rows(ABC):
     @abstractmethod
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """silu or gelu_tanh of the first half times the second, or swiglu_oai of both, as
-        Routing.activation has it. [rows, 2 * d] -> [rows, d]"""
+        Routing.activation has it. [rows, 2 * d] -> [rows, d]. Or relu2, the square of what is
+        positive: of all, [rows, d] -> [rows, d]"""

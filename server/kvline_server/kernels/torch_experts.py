@@ -16,6 +16,7 @@ from kvline_server.kernels.rows import Rows
 from kvline_server.kernels.tuning import Choices
 
 ROWS = 512  # of one expert at a time: what a step takes is bounded however unequal the routing is
+LEAST = 1e-20  # added to a sum of scores that others are divided by
 AT_ONCE, ON_GPU = 1 << 20, 1 << 24  # numbers of 4 bits that are dequantised at a time
 
 
@@ -33,7 +34,7 @@ class TorchExperts(Experts):
         logits = played(logits[:rows], routing.chosen, given.played)
         made = run(
             x[:rows],
-            route(logits, routing.chosen, routing.renormalise),
+            _routes(logits, layer, routing, given.played),
             layer,
             lambda both: self.rows.activate_and_mul(both, routing.activation),
         )
@@ -57,6 +58,21 @@ def route(logits: torch.Tensor, chosen: int, renormalise: bool) -> Routes:
     """The `chosen` largest of a softmax over all experts. [rows, experts]"""
     weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(chosen, dim=-1)
     return Routes(ids, weights / weights.sum(dim=-1, keepdim=True) if renormalise else weights)
+
+
+def _routes(logits: torch.Tensor, layer: Layer, routing: Routing, how: Played) -> Routes:
+    """By the scores that the routing has; what is played, no bias changes."""
+    if routing.scores == "softmax":
+        return route(logits, routing.chosen, routing.renormalise)
+    scores = logits.float().sigmoid()
+    choice = scores
+    if layer.choice_bias is not None and how is Played.NOTHING:
+        choice = scores + layer.choice_bias
+    ids = choice.topk(routing.chosen, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if routing.renormalise:
+        weights /= weights.sum(dim=-1, keepdim=True) + LEAST
+    return Routes(ids, weights * routing.scale)
 
 
 def played(logits: torch.Tensor, chosen: int, how: Played) -> torch.Tensor:

@@ -20,6 +20,8 @@ class TorchRows(Rows):
         return self.rms_norm(residual.add_(x), norm)
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation == "relu2":
+            return x.relu().square_()
         gate, up = x.chunk(2, dim=-1)
         if activation == "swiglu_oai":
             gate = gate.clamp(max=LIMIT)

@@ -8,7 +8,7 @@ import torch
 
 from kvline_server.kernels.experts import Given
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection
+from kvline_server.kernels.projection import Epilogue, Gate, Join, Norm, Operand, Projection
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.linear import Output, Rows, Tensors, fused, projection
 
@@ -38,26 +38,39 @@ def norm_across(kernels: Kernels, vectors: Sequence[tuple[torch.Tensor, Norm]]) 
         x.copy_(x.float().mul(scale).mul_(own.weight))
 
 
-class MLP:
-    def __init__(self, tensors: Tensors, config: ModelConfig, at: str) -> None:
-        """`at` is the prefix of the layer's tensors."""
-        c, own, columns = config, at + config.names.mlp, tensors.shard.of(config.intermediate)
-        both = [Output([columns], c.intermediate)] * 2
-        self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
-        self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
-        self.gate_up = projection(tensors, fused(own, c.gate_up, both), c.hidden, c.mlp_bias)
-        down = [Rows(own + "down_proj", range(c.hidden), c.hidden)]
-        self.down = projection(tensors, down, c.intermediate, c.mlp_bias, columns)
-        self.activation, self.scale = c.activation, c.residual_scale
+class Dense:
+    """Two GEMMs with an activation between them."""
+
+    def __init__(self, tensors: Tensors, config: ModelConfig, at: str, width: int) -> None:
+        """`at` is the prefix of its tensors."""
+        c, columns = config, tensors.shard.of(width)
+        self.activation = c.activation
+        inputs = [Output([columns], width)] * (1 if c.activation == "relu2" else 2)
+        self.gate_up = projection(tensors, fused(at, c.gate_up, inputs), c.hidden, c.mlp_bias)
+        down = [Rows(at + c.names.down, range(c.hidden), c.hidden)]
+        self.down = projection(tensors, down, width, c.mlp_bias, columns)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return self.gate_up, self.down
+
+    def run(self, kernels: Kernels, x: Operand, then: Epilogue) -> Operand:
+        gated = kernels.gemms.project(x, self.gate_up, Gate(self.activation))
+        return kernels.gemms.project(gated, self.down, then)
+
+
+class MLP(Dense):
+    def __init__(self, tensors: Tensors, config: ModelConfig, at: str) -> None:
+        """`at` is the prefix of the layer's tensors."""
+        c = config
+        self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
+        self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
+        super().__init__(tensors, c, at + c.names.mlp, c.intermediate)
+        self.scale = c.residual_scale
 
     def __call__(
         self, kernels: Kernels, x: Operand, residual: torch.Tensor, norm: Norm | None, given: Given
     ) -> Operand:
         """Joins its output to the residual, with the norm of what follows; as Experts, for which
         the `given` rows alone count."""
-        gated = kernels.gemms.project(x, self.gate_up, Gate(self.activation))
-        return kernels.gemms.project(gated, self.down, Join(residual, self.after, norm, self.scale))
+        return self.run(kernels, x, Join(residual, self.after, norm, self.scale))

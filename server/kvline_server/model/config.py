@@ -45,12 +45,22 @@ class Names:
     norm: str = "norm"  # the last one
     attention: str = "self_attn."  # after the layer's prefix
     mlp: str = "mlp."  # so is this
+    down: str = "down_proj"  # of an MLP
 
     def found(self, has: Callable[[str], bool]) -> Names:
         """As they are in files that have a tensor of each name for which this is true."""
         every = (self.decoder, *self.others)
         there = (at for at in every if has(f"{at}{self.embedding}.weight"))
         return replace(self, decoder=next(there, self.decoder))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP beside a mixture's experts, which every token has."""
+
+    width: int
+    at: str  # of the tensors, after the layer's prefix
+    gate: str = ""  # after the layer's prefix: a projection, whose sigmoid it is multiplied by
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +71,23 @@ class Experts:
     chosen: int  # for each token
     renormalise: bool  # the weights of the chosen ones add up to 1
     at: str  # of the tensors, after the layer's prefix
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # without a gate two
     router: str = "gate"  # its name after `at`
     # All experts are in one tensor, the rows of gate and up by turns: gate_up_proj and down_proj.
     # They have biases, and so has the router.
     stacked: bool = False
     mxfp4: bool = False  # with weights of 4 bits in the files
+    # Two tensors of all experts in the place of those of each, gate's rows before up's: where a
+    # file has them, or always where an expert's have no names.
+    together: tuple[str, str] | None = None
+    width: int = 0  # of each; 0: the model's
+    latent: int = 0  # what a token is projected to for them, and their sum back; 0: as it is
+    shared: SharedExpert | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    # A number for each expert, of this name after `at`, that is added to its score to choose, and
+    # not to weigh it; empty: none.
+    choice_bias: str = ""
+    scale: float = 1.0  # of the sum of the chosen ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +115,8 @@ class ModelConfig:
     qk_norm: Literal["", "head", "projection"] = ""  # over each head, or over all heads at once
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # tensors; or one that holds all three
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    activation: Literal["silu", "gelu_tanh", "swiglu_oai"] = "silu"
+    # relu2 is of up alone: such MLPs have no gate, and `gate_up` names one tensor.
+    activation: Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"] = "silu"
     experts: Experts | None = None
     quantization: Quantization | None = None  # of fp8 weights in the files
     embedding_scale: float = 1.0
@@ -133,6 +155,22 @@ class ModelConfig:
         """Of those mixers that are attention: from which of them it is to its layer, in order."""
         found = enumerate(self.mixers)
         return {at: block.layer for at, block in found if block.kind is Kind.ATTENTION}
+
+    @property
+    def expert_width(self) -> int:
+        """Of each expert."""
+        return (self.experts and self.experts.width) or self.intermediate
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of MLPs and experts, which ranks divide; each once."""
+        found, kinds = [], {block.kind for block in self.blocks}
+        if Kind.MLP in kinds:
+            found.append(self.intermediate)
+        if Kind.EXPERTS in kinds and self.experts is not None:
+            found.append(self.expert_width)
+            found += [self.experts.shared.width] if self.experts.shared else []
+        return tuple(dict.fromkeys(found))
 
     @property
     def every_window(self) -> tuple[int, ...]:
@@ -190,6 +228,7 @@ def dense(
     fields: Fields,
     rope: Rope | None = None,
     *,
+    layers: int | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     theta: float = 10000.0,
@@ -212,7 +251,7 @@ def dense(
     rope = rope or read_rope(fields, rope_fields(fields, theta), rope_theta(fields, theta))
     return ModelConfig(
         architecture="",
-        layers=fields.integer("num_hidden_layers"),
+        layers=layers or fields.integer("num_hidden_layers"),
         hidden=hidden,
         intermediate=fields.integer(width),
         heads=heads,

@@ -1,5 +1,5 @@
 """The weights of a layer's experts, from files that have a tensor for each expert's projection, or
-one for those of all experts, where the rows of gate and up take turns."""
+one for those of all experts, where gate's rows are before up's, or take turns with them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,43 @@ from kvline_server.model.quantization import MXFP4_SCALES, MXFP4_VALUES
 
 def read(tensors: Tensors, config: ModelConfig, many: Experts, at: str) -> Layer:
     """A rank's columns of every expert; `at` is the prefix of the tensors."""
-    made = _stacked if many.stacked else _separate
-    return made(tensors, config, many, at + "experts.")
+    if many.stacked:
+        return _stacked(tensors, config, many, at + "experts.")
+    if many.together and (not many.names or tensors.source.has(at + many.together[0])):
+        return _together(tensors, config, many, *(at + name for name in many.together))
+    return _separate(tensors, config, many, at + "experts.")
 
 
 def _separate(tensors: Tensors, config: ModelConfig, many: Experts, at: str) -> Layer:
-    hidden, width = config.hidden, config.intermediate
+    hidden, width = many.latent or config.hidden, config.expert_width
     columns = tensors.shard.of(width)
-    gate, up, down = many.names
+    *first, down = many.names
     inputs = [
         Rows(f"{at}{expert}.{name}.weight", columns, width)
         for expert in range(many.count)
-        for name in (gate, up)
+        for name in first
     ]
     outputs = [
         Rows(f"{at}{expert}.{down}.weight", range(hidden), hidden) for expert in range(many.count)
     ]
+    return Layer(tensors.get(inputs, hidden), tensors.get(outputs, width, columns))
+
+
+def _together(
+    tensors: Tensors, config: ModelConfig, many: Experts, gate_up: str, down: str
+) -> Layer:
+    hidden, width = config.hidden, config.expert_width
+    columns = tensors.shard.of(width)
+    both = [columns, range(width + columns.start, width + columns.stop)]
+    shapes = (many.count, 2 * width, hidden), (many.count, hidden, width)
+    inputs, outputs = (
+        [
+            Rows(name, rows, shape[1], Stacked(shape, expert))
+            for expert in range(many.count)
+            for rows in own
+        ]
+        for name, shape, own in zip((gate_up, down), shapes, (both, [range(hidden)]), strict=True)
+    )
     return Layer(tensors.get(inputs, hidden), tensors.get(outputs, width, columns))
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvline_server.model.fields import Fields
+from kvline_server.model.fields import LARGEST, Fields
 from kvline_server.model.sequence import Kind
 
 FLOAT32 = "float32"
@@ -186,7 +186,10 @@ def granite(fields: Fields) -> Mamba2:
         raise fields.invalid("mamba_n_heads", f"a divisor of {inner}, mamba_expand x hidden_size")
     given = fields.value("mamba_d_head", "auto")
     if given != "auto" and fields.integer("mamba_d_head") * heads != inner:
-        raise fields.invalid("mamba_d_head", f"{inner // heads}, {inner} over mamba_n_heads")
+        raise fields.invalid(
+            "mamba_d_head",
+            f"{inner // heads}, {inner} (mamba_expand x hidden_size) over mamba_n_heads",
+        )
     _unbounded(fields)
     return _grouped(
         fields,
@@ -197,7 +200,7 @@ def granite(fields: Fields) -> Mamba2:
             state_dim=fields.integer("mamba_d_state", 256),
             at="mamba.",
             width=fields.integer("mamba_d_conv", 4),
-            convolution_bias=fields.flag("mamba_conv_bias", True),
+            convolution_bias=fields.flag("mamba_conv_bias", not fields.null("mamba_conv_bias")),
             bias=fields.flag("mamba_proj_bias"),
         ),
         "mamba_n_groups",
@@ -214,5 +217,8 @@ def _unbounded(fields: Fields) -> None:
     """time_step_limit clamps in some implementations of prompts, and in none of decoding.
     transformers 5 writes infinity as an object."""
     limit = fields.value("time_step_limit", [0.0, math.inf])
-    if limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+    served = limit == [0.0, {"__float__": "Infinity"}]
+    if isinstance(limit, list) and len(limit) == 2 and not served:
+        served = limit[0] == 0 and isinstance(limit[1], float) and limit[1] > LARGEST
+    if not served:
         raise fields.unsupported("time_step_limit", ", from 0 to infinity is")

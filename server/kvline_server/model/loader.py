@@ -37,7 +37,7 @@ DRAWN = 1 << 24  # random numbers at a time: 32 MiB in bfloat16
 SCALE = 2.0**-11  # of random weights in fp8
 EXPONENTS = 119, 121  # of random weights in MXFP4, below the second: numbers up to 6 times 2^-7
 MXFP4 = "in 4 bits (MXFP4)"  # detail of a part
-ROUTER = ".gate.weight"  # of experts, which no format quantises
+ROUTERS = (".gate.weight", ".router.layer.weight")  # of experts, which no format quantises
 
 
 class Weights:
@@ -160,11 +160,11 @@ class RandomSource:
         return 0
 
     def fp8(self, name: str) -> Quantization | None:
-        return None if name.endswith(ROUTER) else self.quantization
+        return None if name.endswith(ROUTERS) else self.quantization
 
     def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
         name, rows = part.name, part.rows
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm_f.weight")):
             into.fill_(1.0)
             return
         if self.quantization is not None and name.endswith(self.quantization.suffix):

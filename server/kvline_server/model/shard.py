@@ -40,8 +40,8 @@ def check(config: ModelConfig, ranks: int) -> None:
     raise ModelUnsupported(
         f"spec.resources.gpus is {ranks}, which do not share this model evenly: it has "
         f"{config.heads} attention heads, {config.kv_heads} key-value heads, an MLP of width "
-        f"{config.intermediate}{_in_blocks(config)}{_recurrent(config)} and a vocabulary of "
-        f"{config.vocabulary}; gpus can be {counts}"
+        f"{' and '.join(map(str, config.widths))}{_in_blocks(config)}{_recurrent(config)} and a "
+        f"vocabulary of {config.vocabulary}; gpus can be {counts}"
     )
 
 
@@ -62,7 +62,8 @@ def _unit(config: ModelConfig) -> int:
 def _divides(config: ModelConfig, ranks: int) -> bool:
     return (
         1 <= ranks <= MAX_RANKS
-        and config.heads % ranks == config.intermediate % (ranks * _unit(config)) == 0
+        and config.heads % ranks == 0
+        and all(width % (ranks * _unit(config)) == 0 for width in config.widths)
         and (config.recurrent is None or config.recurrent.divides(ranks))
         and (config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0)
         and (ranks - 1) * share(config.vocabulary, ranks) < config.vocabulary

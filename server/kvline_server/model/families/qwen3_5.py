@@ -56,7 +56,8 @@ def _rope(fields: Fields) -> Rope:
     for key in ("mrope_section", "mrope_interleaved"):
         scaling.value(key)
     head_dim = fields.integer("head_dim", 256)
-    dim = int(head_dim * scaling.number(PART, fields.number(PART, 0.25)))
+    usual = 1.0 if fields.null(PART) else 0.25
+    dim = int(head_dim * scaling.number(PART, fields.number(PART, usual)))
     if not 0 < dim <= head_dim or dim % 2 or head_dim % 2:
         raise fields.invalid(PART, f"an even part of {head_dim} elements")
     return replace(read_rope(fields, scaling, rope_theta(fields, 10000.0)), rotary_dim=dim)
