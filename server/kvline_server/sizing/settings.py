@@ -41,6 +41,7 @@ DEFAULTS = {
     },
 }
 DEFAULT_TOP_LOGPROBS = 20
+MOST_SNAPSHOTS = 64  # of states, where the spec does not say
 MAX_LOGPROB_BYTES = 1 << 30
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
@@ -191,8 +192,8 @@ def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -
 
 
 def usual_snapshots(running: int) -> int:
-    """By decision 060."""
-    return running
+    """By a simulation (docs/decisions/060)."""
+    return min(2 * running, MOST_SNAPSHOTS)
 
 
 def least_rows(running: int, recurrent: bool) -> int:
