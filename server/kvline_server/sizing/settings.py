@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
+from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig, usual_snapshots
 from kvline_contract.memory import CLIENTS, GRAMMARS
 from kvline_contract.report import Effective
 from kvline_server.engine.ngrams import table_bytes
@@ -41,7 +41,6 @@ DEFAULTS = {
     },
 }
 DEFAULT_TOP_LOGPROBS = 20
-MOST_SNAPSHOTS = 64  # of states, where the spec does not say
 MAX_LOGPROB_BYTES = 1 << 30
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
@@ -189,11 +188,6 @@ def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
     rows = max(64, min(budget // score_bytes(1, vocabulary), 2048))
     return max(1, rows // block) * block
-
-
-def usual_snapshots(running: int) -> int:
-    """By a simulation (docs/decisions/060)."""
-    return min(2 * running, MOST_SNAPSHOTS)
 
 
 def least_rows(running: int, recurrent: bool) -> int:
