@@ -55,7 +55,8 @@ def rows(
     launch(
         _rows(x.dtype, weight.dtype, states.inputs.dtype, states.matrices.dtype),
         len(few.slots) * heads * (DIM // ROWS.columns),
-        *(x, x.stride(0), weight, states.inputs, lines, ba, ba.stride(0), layer.decay.a_log, layer.decay.dt_bias),
+        *(x, x.stride(0), weight, states.inputs, lines),
+        *(ba, ba.stride(0), layer.decay.a_log, layer.decay.dt_bias),
         *(states.matrices, out, out.stride(0), few.spans, few.slots, few.sources),
         *(key_heads, heads),
     )
@@ -146,8 +147,8 @@ def _short(dtype: torch.dtype, inputs: torch.dtype, matrices: torch.dtype, size:
     x, old, state = pointers(dtype, inputs, matrices)
     gates = (x, "i32", x, "i32", "*fp32", "*fp32", "*i32", "*i64", "*i64")
     arguments, shape = (*gates, x, x, x, old, state, x, "i32", "i32", "i32"), SHORT[size]
-    constants = {"DIM": DIM, "COLUMNS": shape.columns, "ROWS": size, "WIDTH": WIDTH}
-    given = (*constants.items(), ("PRECISION", MERGING))
+    sizes = (("DIM", DIM), ("COLUMNS", shape.columns), ("ROWS", size), ("WIDTH", WIDTH))
+    given = (*sizes, ("PRECISION", MERGING))
     aligned = (0, 1, 9, 10, 11, 12, 13, 14, 15)
     return Variant("delta_short", arguments, aligned, given, shape.warps, shape.stages)
 
