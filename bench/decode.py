@@ -1,4 +1,5 @@
-"""Time a token of few requests at once, of a mixture of experts of more, streamed over HTTP."""
+"""Time a token of few requests at once, streamed over HTTP; of more where a model has experts or
+recurrent layers."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ import offline
 import peers
 import torch
 from client import Asked
-from reads import BANDWIDTH, decode_ms, experts_ms
+from reads import BANDWIDTH, decode_ms, experts_ms, hybrid_ms
 from record import record, table
 from serving import served
 from shapes import SHAPES
 
-AT_ONCE, AT_ONCE_OF_EXPERTS = (1, 8, 32), (1, 64, 256)
+from kvline_server.model.config import ModelConfig
+
+AT_ONCE, AT_ONCE_OF_MORE = (1, 8, 32), (1, 64, 256)
 PROMPT, OUTPUT, ROUNDS = 256, 384, 3
 
 
@@ -25,17 +28,23 @@ def run() -> None:
     for name in offline.models():
         shape, label = SHAPES[name], peers.label(name)
         with served(name) as port:
-            for count in AT_ONCE if shape.experts is None else AT_ONCE_OF_EXPERTS:
+            for count in AT_ONCE if plain(shape) else AT_ONCE_OF_MORE:
                 found = [measure(port, name, count, turn) for turn in range(ROUNDS)]
                 gpu, best = torch.cuda.get_device_name(0), min(found)
                 record(f"decode-{count}-{label}", best, "ms", (best, max(found)), gpu)
                 rows.append([label, str(count), f"{best:.3f}", f"{max(found):.3f}"])
                 print(rows[-1], flush=True)
-                if shape.experts is not None and "H200" in gpu:
+                context = PROMPT + OUTPUT // 2
+                if shape.recurrent is not None and "H200" in gpu:
+                    least = hybrid_ms(shape, count, context)
+                    over = best / least
+                    record(f"decode-floor-{count}-{label}", over, "ratio", (over, over), gpu)
+                    shares.append([label, str(count), "", "", f"{least:.3f}", f"{over:.2f}"])
+                elif shape.experts is not None and "H200" in gpu:
                     read = experts_ms(shape, shape.experts, count)
                     share = read / best
                     record(f"experts-share-{count}-{label}", share, "ratio", (share, share), gpu)
-                    least = decode_ms(shape, shape.experts, count, PROMPT + OUTPUT // 2)
+                    least = decode_ms(shape, shape.experts, count, context)
                     over = best / least
                     record(f"decode-floor-{count}-{label}", over, "ratio", (over, over), gpu)
                     cells = (f"{read:.3f}", f"{share:.3f}", f"{least:.3f}", f"{over:.2f}")
@@ -46,6 +55,10 @@ def run() -> None:
         head = ["model", "requests at once", "experts ms", "of its time", "all ms", "of all"]
         title = "Reading the experts' weights alone, and all that is read"
         table(f"{title}, at {BANDWIDTH / 1e12:.1f} TB/s of a GPU", head, shares)
+
+
+def plain(shape: ModelConfig) -> bool:
+    return shape.experts is None and shape.recurrent is None
 
 
 def measure(port: int, name: str, count: int, turn: int) -> float:

@@ -3,11 +3,11 @@ graphs leave of a device would hold, if nothing else took any of it."""
 
 from __future__ import annotations
 
-from kvline_contract.memory import GRAPHS, LOADED, WINDOWS
+from kvline_contract.memory import GRAPHS, LOADED, SNAPSHOTS, STATES, WINDOWS
 from kvline_contract.report import Result
 
 MIB = 1 << 20
-TAKEN = (*LOADED, WINDOWS, GRAPHS)
+TAKEN = (*LOADED, STATES, SNAPSHOTS, WINDOWS, GRAPHS)
 
 
 def tokens_left(result: Result) -> int:

@@ -11,8 +11,10 @@ from record import table
 from shapes import SHAPES
 from workloads import WORKLOADS
 
+from kvline_server.model import hybrid
 from kvline_server.model.config import Experts, ModelConfig
 from kvline_server.model.decoder import cache_groups
+from kvline_server.model.sequence import Kind
 
 BANDWIDTH = 4.2e12  # bytes per second that a copy reaches on an H200
 KINDS = ("nano", "r512", "long")
@@ -57,3 +59,23 @@ def decode_ms(shape: ModelConfig, many: Experts, at_once: int, context: int) -> 
     elements += at_once * held * 2 * shape.kv_heads * shape.head_dim
     others = elements / peers.GPUS * torch.bfloat16.itemsize / BANDWIDTH
     return experts_ms(shape, many, at_once) + 1e3 * others
+
+
+def hybrid_ms(shape: ModelConfig, at_once: int, context: int) -> float:
+    """As decode_ms, of a dense model with a delta rule: its projections too, and the states of so
+    many requests, read and written."""
+    rule = shape.recurrent
+    assert isinstance(rule, hybrid.DeltaRule) and shape.experts is None
+    wide = 2 * rule.keys + 2 * rule.values + 2 * rule.value_heads  # q, k, v, z, b, a
+    heads = 3 * shape.heads + 2 * shape.kv_heads  # queries, gate and output; keys and values
+    each = {
+        Kind.RECURRENT: shape.hidden * (wide + rule.values),
+        Kind.ATTENTION: shape.hidden * heads * shape.head_dim,
+        Kind.MLP: 3 * shape.hidden * shape.intermediate,
+    }
+    elements = sum(each[block.kind] for block in shape.blocks) + shape.vocabulary * shape.hidden
+    kept = 2 * shape.kv_heads * shape.head_dim * len(shape.attentions)
+    elements += at_once * context * kept
+    recurrent = len(shape.mixers) - len(shape.attentions)
+    states = 2 * at_once * recurrent * hybrid.slot_bytes(rule, 2, 4)
+    return 1e3 * (elements * torch.bfloat16.itemsize + states) / peers.GPUS / BANDWIDTH

@@ -16,7 +16,7 @@ from kvline_server.memory.state_shape import States
 from kvline_server.memory.states import BOUNDARY
 
 PROMPTS = [[3 + (7 * n + 11 * i * i) % 290 for i in range(n)] for n in (1, 3, 63, 64, 65, 130, 200)]
-FAMILIES = ("qwen3.5",)
+FAMILIES = ("qwen3.5", "nemotron-h")  # a delta rule, and a scan
 
 
 @pytest.fixture(scope="module")
