@@ -1,9 +1,9 @@
 """Captured graphs of hybrids, by stand-ins: segments between mixers of every
-kind, and whole steps, whose plan of states is changed in place."""
+kind, and whole steps, whose slots are read where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from hybrid_models import FULL, LINEAR, Runner, Work, build, save
 from stand_ins import CapturedKernels, Pool
 
 from kvline_server.kernels.layout import SamplingMetadata
-from kvline_server.kernels.recurrent import DUMMY, Sequences, SlotTables
-from kvline_server.kernels.torch_recurrent import Plan, TorchRecurrent
+from kvline_server.kernels.recurrent import DUMMY, Sequences
+from kvline_server.kernels.torch_recurrent import TorchRecurrent
 from kvline_server.worker.graphs import graphs, steps
 from kvline_server.worker.graphs.graphs import Graphs
 from kvline_server.worker.step import Step
@@ -27,37 +27,30 @@ MOST, COUNT = 96, 6
 
 @dataclass
 class Held:
-    """A plan at an address."""
+    """A plan of one row a sequence, whose slots are read when it runs."""
 
-    plan: Plan
+    slots: torch.Tensor
+    sources: torch.Tensor
+
+    def sequences(self) -> Sequences:
+        starts = np.arange(len(self.slots) + 1, dtype=np.int32)
+        return Sequences(starts, self.slots.numpy(), self.sources.numpy())
 
 
 class InPlace(TorchRecurrent):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.held: dict[int, Held] = {}
+    captures = True
 
-    @property
-    def plan_in_place(self) -> Callable[[SlotTables], Held]:
-        return self._in_place
-
-    def _in_place(self, tables: SlotTables) -> Held:
-        count = len(tables.slots)
-        starts = np.arange(count + 1, dtype=np.int32)
-        plan = self.plan(Sequences(starts, tables.slots.copy(), tables.sources.copy()))
-        held = self.held.setdefault(count, Held(plan))
-        held.plan = plan
-        return held
+    def plan_in_place(self, slots: torch.Tensor, sources: torch.Tensor) -> Held:
+        return Held(slots, sources)
 
     def delta_rule(self, *words: Any) -> torch.Tensor:
-        return super().delta_rule(*_planned(words))
+        return super().delta_rule(*self._planned(words))
 
     def scan(self, *words: Any) -> torch.Tensor:
-        return super().scan(*_planned(words))
+        return super().scan(*self._planned(words))
 
-
-def _planned(words: Sequence[Any]) -> list[Any]:
-    return [each.plan if isinstance(each, Held) else each for each in words]
+    def _planned(self, words: Sequence[Any]) -> list[Any]:
+        return [self.plan(each.sequences()) if isinstance(each, Held) else each for each in words]
 
 
 def kernels() -> CapturedKernels:
