@@ -25,6 +25,7 @@ from kvline_server.memory.state_shape import States
 from kvline_server.model import devices
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder
+from kvline_server.model.hybrid import DeltaRule
 from kvline_server.model.loader import SafetensorsSource, checked, left_out, load_weights
 from kvline_server.model.shard import Shard, check, local
 
@@ -198,9 +199,16 @@ def test_on_a_gpu_a_hybrid_is_refused_before_its_weights_are_read(
     family_of: Callable[[str], Family],
 ) -> None:
     config = read_config(family_of("qwen3.5").folder)
-    devices.check(config, Device.CPU)
-    with pytest.raises(ModelUnsupported, match="recurrent layers, which are served on CPUs only"):
+    scan = read_config(family_of("nemotron-h").folder)
+    for each in (config, scan):
+        devices.check(each, Device.CPU)
+    with pytest.raises(ModelUnsupported, match="not of size 128, which are served on CPUs only"):
         devices.check(config, Device.CUDA)
+    with pytest.raises(ModelUnsupported, match="Mamba2 layers, which are served on CPUs only"):
+        devices.check(scan, Device.CUDA)
+    assert isinstance(config.recurrent, DeltaRule)
+    large = replace(config.recurrent, key_dim=128, value_dim=128)
+    devices.check(replace(config, recurrent=large), Device.CUDA)
     devices.check(replace(config, recurrent=None), Device.CUDA)
 
 
