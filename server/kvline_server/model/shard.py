@@ -45,10 +45,8 @@ def check(config: ModelConfig, ranks: int) -> None:
 
 
 def _widths(config: ModelConfig) -> str:
-    widths = ", ".join(map(str, config.widths))
-    return (
-        f"{'MLPs of widths' if ', ' in widths else 'an MLP of width'} {widths}{_in_blocks(config)}"
-    )
+    what = "an MLP of width" if len(config.widths) == 1 else "MLPs of widths"
+    return f"{what} {', '.join(map(str, config.widths))}{_in_blocks(config)}"
 
 
 def _in_blocks(config: ModelConfig) -> str:
