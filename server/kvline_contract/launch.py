@@ -105,6 +105,14 @@ class EngineOptions:
     prefix_snapshots: int | None = field(low=0, high=65536, omit_none=True, default=None)
 
 
+MOST_SNAPSHOTS = 64  # of recurrent states, where the spec does not say
+
+
+def usual_snapshots(requests: int) -> int:
+    """Prefix snapshots beside so many running requests, by a simulation (docs/decisions/060)."""
+    return min(2 * requests, MOST_SNAPSHOTS)
+
+
 @document
 class CapacityOptions:
     kv_tokens: int | None = field("kvTokens", low=16, omit_none=True, default=None)

@@ -175,7 +175,8 @@ def test_a_spec_s_trade_is_known_before_a_replica_is_measured() -> None:
     assert limits.baseline == {"H200": 14_880} and limits.sequences == {}
     by_default = replace(unmeasured, asked=Asked(256, None))
     assert thresholds(by_default, BASELINE, Thresholds(0, 95)).baseline == BASELINE.tokens
-    assert Asked(512).expected(BEFORE) == Slots(512, 128, SLOT)
+    assert Asked(512).expected(BEFORE) == Slots(512, 64, SLOT)
+    assert Asked(8).expected(BEFORE) == Slots(8, 16, SLOT)
     assert Asked(None, 0).expected(BEFORE) == Slots(256, 0, SLOT)
 
 

@@ -17,9 +17,10 @@ from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import cpu_device
 from kvline_server.memory.pages import PAGE_SIZE, extend_chain
+from kvline_server.memory.snapshots import Idle, Snapshot
 from kvline_server.memory.state_arena import StateArena
 from kvline_server.memory.state_shape import StateShape
-from kvline_server.memory.states import StatePool, StateTable
+from kvline_server.memory.states import DUMMY_SLOT, StatePool, StateTable
 
 
 def asked(id: int, parts: list[tuple[int, int]], output: int) -> Sequence:
@@ -275,6 +276,49 @@ def test_what_a_conversation_has_passed_is_evicted_before_what_others_share() ->
     late = chat(99, (9, 150), (99, 100))
     play(played, late)
     assert late.cached == 128
+
+
+def test_the_snapshot_that_saves_least_is_evicted_first() -> None:
+    idle = Idle()
+    of = {name: Snapshot(name.encode(), 0, 100) for name in ("old", "passed", "read", "last")}
+    of["large"] = Snapshot(b"large", 0, 900)
+    of["passed"].passed, of["read"].saves, of["read"].reads = True, 200, 2
+    for name in ("old", "large", "read", "passed", "last"):
+        idle.add(of[name])
+    for _ in range(20):
+        idle.add(of["last"])
+    idle.rate(of["large"])
+    idle.rate(of["read"])
+    idle.check()
+    assert [idle.pop().key for _ in range(5)] == [b"passed", b"old", b"last", b"read", b"large"]
+
+
+def test_a_snapshot_saves_what_lies_behind_the_last_one_that_others_share() -> None:
+    """That of an answer counts once it has ended."""
+    played = Played(1, 5, 400, 4096)
+    play(played, *(chat(id, (9, 150), (id, 100)) for id in range(2)))
+    answer = chat(2, (9, 150), (2, 100), output=30)
+    played.scheduler.add(answer)
+    while answer.computed < 270:
+        played.step()
+    left = max(played.states._idle, key=lambda each: each.used)
+    assert (left.saves, left.worth - left.used) == (128, 0)
+    while not answer.ended:
+        played.step()
+    assert left.saves == 128 and left.worth > left.used
+
+
+def test_an_answer_s_snapshot_that_another_reads_is_not_written_in_the_same_step() -> None:
+    keys = keys_of([9] * 240)
+    pool = StatePool(2, 2)
+    first = pool.admit(keys, 0, 0, 70)
+    for start, rows in ((0, 70), (70, 58), (128, 1), (129, 63)):
+        pool.plan(first, start, rows, keys)
+        pool.publish()
+    second = pool.admit(keys, 8, 8, 190)
+    source = pool.plan(second, 128, 62, keys).source
+    assert pool.plan(first, 192, 1, keys).slot != source != DUMMY_SLOT
+    pool.check([first, second])
 
 
 def test_idle_slots_hold_snapshots_and_an_admission_takes_them() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.counts import counted
+from kvline_contract.launch import usual_snapshots
 from kvline_operator.observe.slots import Slots
 
 
@@ -27,10 +28,10 @@ class Asked:
 
     def expected(self, before: Slots) -> Slots:
         """What a replica will have that is not measured yet. The server's default of requests
-        stays as it was, and that of snapshots follows the requests."""
+        stays as it was."""
         requests, snapshots = self.requests or before.sequences, self.snapshots
         if snapshots is None:
-            snapshots = before.snapshots * requests // before.sequences
+            snapshots = usual_snapshots(requests)
         return Slots(requests, snapshots, before.slot_bytes)
 
 

@@ -14,6 +14,7 @@ from kvline_server.kernels.recurrent import Convolution
 WIDTH = 4  # rows of the convolution: those of every published model
 LINE = 128  # channels
 LINES = (2, 1)  # of a program
+WARPS = 1
 STATE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -57,9 +58,10 @@ def convolved(
     heads: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
     """silu of the convolution of sequences of few rows, whose inputs in their slots it updates.
-    `heads` are those of queries and keys, which the first channels are and which get a length of 1.
+    `heads` are those of queries and keys, whose channels alone are convolved where there are any;
+    they get a length of 1.
     x [rows, channels] -> float32 [rows, channels], undefined in rows of no sequence"""
-    channels, bias = x.shape[1], convolution.bias
+    channels, bias = LINE * sum(heads) or x.shape[1], convolution.bias
     made = torch.empty((len(x), channels), dtype=torch.float32, device=x.device)
     weight, lines = convolution.weight, channels // LINE
     # Without a bias the kernel reads none; any pointer will do.
@@ -69,7 +71,7 @@ def convolved(
         _variant(x.dtype, weight.dtype, bias is not None, inputs.dtype, each),
         len(few.slots) * (lines // each),
         *(x, x.stride(0), *filters, inputs, made, few.spans, few.slots, few.sources),
-        *(lines, *heads),
+        *(x.shape[1] // LINE, lines, *heads),
     )
     return made
 
@@ -91,5 +93,5 @@ def _variant(
     x, filters, old = pointers(dtype, weight, inputs)
     arguments = (x, "i32", filters, filters, old, "*fp32", "*i32", "*i64", "*i64")
     constants = (("DIM", LINE), ("LINES", lines), ("WIDTH", WIDTH), ("BIASED", int(biased)))
-    kinds = (*arguments, "i32", "i32", "i32")
-    return Variant("convolve_rows", kinds, (0, 1, 2, 3, 4, 5), constants, 1, 1)
+    kinds = (*arguments, "i32", "i32", "i32", "i32")
+    return Variant("convolve_rows", kinds, (0, 1, 2, 3, 4, 5), constants, WARPS, 1)

@@ -50,12 +50,13 @@ def rows(
     out: torch.Tensor,
 ) -> None:
     """Sequences of few rows, one row after the other."""
-    key_heads, heads = layer.key_heads, layer.value_heads
+    key_heads, heads, weight = layer.key_heads, layer.value_heads, layer.convolution.weight
     lines = convolved(x, layer.convolution, states.inputs, few, (key_heads, key_heads))
     launch(
-        _rows(x.dtype, states.matrices.dtype, ROWS),
+        _rows(x.dtype, weight.dtype, states.inputs.dtype, states.matrices.dtype),
         len(few.slots) * heads * (DIM // ROWS.columns),
-        *(lines, ba, ba.stride(0), layer.decay.a_log, layer.decay.dt_bias),
+        *(x, x.stride(0), weight, states.inputs, lines),
+        *(ba, ba.stride(0), layer.decay.a_log, layer.decay.dt_bias),
         *(states.matrices, out, out.stride(0), few.spans, few.slots, few.sources),
         *(key_heads, heads),
     )
@@ -104,8 +105,8 @@ def tiled(
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
-    for matrices in STATE_TYPES:
-        yield _rows(dtype, matrices, ROWS)
+    for weight, matrices in itertools.product((dtype, torch.float32), STATE_TYPES):
+        yield _rows(dtype, weight, dtype, matrices)
     for weight, size in itertools.product((dtype, torch.float32), (CHUNK, SMALL)):
         yield _lines(dtype, weight, dtype, size)
     yield _tiles(dtype, CHUNK)
@@ -115,12 +116,15 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
             yield _pass(dtype, dtype, matrices, CHUNK, shape)
 
 
-def _rows(dtype: torch.dtype, matrices: torch.dtype, shape: Shape) -> Variant:
-    x, state = pointers(dtype, matrices)
-    arguments = ("*fp32", x, "i32", "*fp32", "*fp32", state, x, "i32", "*i32", "*i64", "*i64")
-    constants = (("DIM", DIM), ("COLUMNS", shape.columns))
-    aligned = (0, 5, 6, 7)
-    return Variant("delta_rows", (*arguments, "i32", "i32"), aligned, constants, shape.warps, 1)
+def _rows(
+    dtype: torch.dtype, weight: torch.dtype, inputs: torch.dtype, matrices: torch.dtype
+) -> Variant:
+    x, filters, old, state = pointers(dtype, weight, inputs, matrices)
+    arguments = (x, "i32", filters, old, "*fp32", x, "i32", "*fp32", "*fp32", state, x, "i32")
+    plan = ("*i32", "*i64", "*i64", "i32", "i32")
+    constants = (("DIM", DIM), ("COLUMNS", ROWS.columns), ("WIDTH", WIDTH))
+    aligned = (0, 1, 2, 3, 4, 9, 10, 11)
+    return Variant("delta_rows", (*arguments, *plan), aligned, constants, ROWS.warps, 1)
 
 
 def _lines(dtype: torch.dtype, weight: torch.dtype, inputs: torch.dtype, size: int) -> Variant:
@@ -143,8 +147,8 @@ def _short(dtype: torch.dtype, inputs: torch.dtype, matrices: torch.dtype, size:
     x, old, state = pointers(dtype, inputs, matrices)
     gates = (x, "i32", x, "i32", "*fp32", "*fp32", "*i32", "*i64", "*i64")
     arguments, shape = (*gates, x, x, x, old, state, x, "i32", "i32", "i32"), SHORT[size]
-    constants = {"DIM": DIM, "COLUMNS": shape.columns, "ROWS": size, "WIDTH": WIDTH}
-    given = (*constants.items(), ("PRECISION", MERGING))
+    sizes = (("DIM", DIM), ("COLUMNS", shape.columns), ("ROWS", size), ("WIDTH", WIDTH))
+    given = (*sizes, ("PRECISION", MERGING))
     aligned = (0, 1, 9, 10, 11, 12, 13, 14, 15)
     return Variant("delta_short", arguments, aligned, given, shape.warps, shape.stages)
 

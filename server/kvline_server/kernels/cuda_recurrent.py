@@ -41,7 +41,7 @@ class CudaRecurrent(Recurrent):
 
     def plan(self, sequences: Sequences) -> Plan:
         few, tiled = tiles.few(sequences), list(tiles.tiled(sequences))
-        arrays = [] if few is None else [few.spans, few.slots, few.sources]
+        arrays: list[np.ndarray] = [] if few is None else [few.spans, few.slots, few.sources]
         for each in tiled:
             arrays += [each.tiles, each.tile_sources, each.chains, each.sources]
             arrays += [each.stops, each.slots]
@@ -119,6 +119,14 @@ class CudaRecurrent(Recurrent):
         sizes = (gate.stride(0), norm.weight, out, groups, width, norm.eps)
         launch(variant, len(x) * groups, x, gate, *sizes)
         return out
+
+
+def check(layer: DeltaRule | Scan) -> None:
+    """Raises RuntimeError for a layer that the kernels do not compute."""
+    if isinstance(layer, DeltaRule):
+        cuda_delta_rule.check(layer)
+    else:
+        cuda_scan.check(layer)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

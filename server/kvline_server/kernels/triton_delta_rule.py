@@ -15,8 +15,12 @@ from kvline_server.kernels.triton_recurrent import (
     NONE,
     _copy,
     _filtered,
+    _keep,
+    _kept,
     _sigmoid,
+    _silu,
     _softplus,
+    _taps,
 )
 
 BLOCK = tl.constexpr(16)  # rows whose system is solved row by row
@@ -34,11 +38,13 @@ def _gates(ba, stride, a_log, dt_bias, row, real, head, heads):
 
 @triton.jit
 def delta_rows(
-    lines, ba, ba_stride, a_log, dt_bias, matrices, out, out_stride, spans, slots, sources,
-    key_heads, heads, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    x, stride, weight, inputs, lines, ba, ba_stride, a_log, dt_bias, matrices, out, out_stride,
+    spans, slots, sources, key_heads, heads,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of a value head's state of a sequence a program. `lines` are convolve_rows', which
-    may still run while the state is loaded: it does not change the state."""
+    """COLUMNS of a value head's state of a sequence a program, which also convolves its values.
+    `lines` are queries and keys, by convolve_rows, which may still run while the state is loaded:
+    it changes none of it."""
     blocks: tl.constexpr = DIM // COLUMNS
     block, both = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     sequence, head = both // heads, both % heads
@@ -47,7 +53,10 @@ def delta_rows(
     at, column = tl.arange(0, DIM), block * COLUMNS + tl.arange(0, COLUMNS)
     place, size = head * DIM * DIM + at[:, None] * DIM + column[None, :], heads * DIM * DIM
     read = (source != NONE) & (slot != NONE)
-    kept = tl.load(matrices + source * size + place, mask=read, other=0.0)
+    loaded = tl.load(matrices + source * size + place, mask=read, other=0.0)
+    value, channels = (2 * key_heads + head) * DIM + column, (2 * key_heads + heads) * DIM
+    old0, old1, old2 = _kept(inputs, source, channels, value, read, WIDTH)
+    w0, w1, w2, w3 = _taps(weight, value, WIDTH)
     _after_the_last()
     if slot == NONE:  # padding
         for turn in range(end - first):
@@ -55,22 +64,25 @@ def delta_rows(
             own = out + (first + turn).to(tl.int64) * out_stride + head * DIM
             tl.store(own + column, empty)
         return
-    state, key = kept.to(tl.float32), head // (heads // key_heads) * DIM + at
-    value = (2 * key_heads + head) * DIM + column
+    state, key = loaded.to(tl.float32), head // (heads // key_heads) * DIM + at
     for turn in range(end - first):
         row = (first + turn).to(tl.int64)
-        line = lines + row * ((2 * key_heads + heads) * DIM)
+        line = lines + row * (2 * key_heads * DIM)
         q, k = tl.load(line + key), tl.load(line + key_heads * DIM + key)
+        v = tl.load(x + row * stride + value).to(tl.float32)
+        made = _silu(w0 * old0 + w1 * old1 + w2 * old2 + w3 * v)
+        old0, old1, old2 = old1, old2, v
         share, decay = _gates(ba, ba_stride, a_log, dt_bias, row, True, head, heads)
         decay = tl.exp(decay)
         # Both of the state as it was: sums over warps wait for each other once.
         found = tl.sum(state * k[:, None], axis=0)
         asked = tl.sum(state * q[:, None], axis=0)
-        new = (tl.load(line + value) - decay * found) * share
+        new = (made - decay * found) * share
         made = decay * asked + tl.sum(k * q) * new
         state = decay * state + k[:, None] * new[None, :]
         tl.store(out + row * out_stride + head * DIM + column, made.to(out.dtype.element_ty))
     tl.store(matrices + slot * size + place, state.to(matrices.dtype.element_ty))
+    _keep(inputs, slot, channels, value, old0, old1, old2, WIDTH)
 
 
 @triton.jit

@@ -51,21 +51,18 @@ def _half(weight, words):
 
 
 @triton.jit
-def _lines(
-    x, stride, inputs, source, channels, start, count, first, channel, lag: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """What `count` rows from `start` on have `lag` rows before them. -> float32 [ROWS, channels]"""
-    at = tl.arange(0, ROWS)
-    row, real = start + at - lag, at < count
+def _ahead(x, stride, row, channel, real):
+    """Rows of x, 0 where they are not real. -> float32 [rows, channels]"""
     where = x + row.to(tl.int64)[:, None] * stride + channel[None, :]
-    made = tl.load(where, mask=(real & (row >= first))[:, None], other=0.0).to(tl.float32)
-    if (start - lag < first) & (source != NONE):
-        old = (source * (WIDTH - 1) + (WIDTH - 1) + (row - first)) * channels
-        early = (real & (row < first))[:, None]
-        kept = tl.load(inputs + old[:, None] + channel[None, :], mask=early, other=0.0)
-        made += kept.to(tl.float32)
-    return made
+    return tl.load(where, mask=real[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _behind(inputs, source, channels, row, first, channel, real, WIDTH: tl.constexpr):
+    """Rows before the sequence's first one, from its source. -> float32 [rows, channels]"""
+    old = (source * (WIDTH - 1) + (WIDTH - 1) + (row - first)) * channels
+    mask = (real & (row < first))[:, None]
+    return tl.load(inputs + old[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -75,33 +72,50 @@ def _filtered(
 ):  # fmt: skip
     """silu of the convolution of `count` rows from `start` on, of a sequence that begins at row
     `first`; 0 behind them. -> float32 [ROWS, channels]"""
-    made = tl.zeros((ROWS, channel.shape[0]), tl.float32)
+    at = tl.arange(0, ROWS)
+    row, real = start + at, at < count
+    w0, w1, w2, w3 = _taps(weight, channel, WIDTH)
+    made = w0[None, :] * _ahead(x, stride, row - 3, channel, real & (row - 3 >= first))
+    made += w1[None, :] * _ahead(x, stride, row - 2, channel, real & (row - 2 >= first))
+    made += w2[None, :] * _ahead(x, stride, row - 1, channel, real & (row - 1 >= first))
+    made += w3[None, :] * _ahead(x, stride, row, channel, real)
+    if (start - first < WIDTH - 1) & (source != NONE):
+        old = _behind(inputs, source, channels, row - 3, first, channel, real, WIDTH)
+        made += w0[None, :] * old
+        old = _behind(inputs, source, channels, row - 2, first, channel, real, WIDTH)
+        made += w1[None, :] * old
+        old = _behind(inputs, source, channels, row - 1, first, channel, real, WIDTH)
+        made += w2[None, :] * old
     if BIASED:
         made += tl.load(bias + channel).to(tl.float32)[None, :]
-    w0, w1, w2, w3 = _taps(weight, channel, WIDTH)
-    made += w0[None, :] * _lines(
-        x, stride, inputs, source, channels, start, count, first, channel, 3, WIDTH, ROWS
-    )
-    made += w1[None, :] * _lines(
-        x, stride, inputs, source, channels, start, count, first, channel, 2, WIDTH, ROWS
-    )
-    made += w2[None, :] * _lines(
-        x, stride, inputs, source, channels, start, count, first, channel, 1, WIDTH, ROWS
-    )
-    made += w3[None, :] * _lines(
-        x, stride, inputs, source, channels, start, count, first, channel, 0, WIDTH, ROWS
-    )
-    return tl.where((tl.arange(0, ROWS) < count)[:, None], _silu(made), 0.0)
+    return tl.where(real[:, None], _silu(made), 0.0)
+
+
+@triton.jit
+def _kept(inputs, source, channels, channel, read, WIDTH: tl.constexpr):
+    """What a source has of channels, the oldest first. -> three times float32, as channel"""
+    own = inputs + source * (WIDTH - 1) * channels + channel
+    old0 = tl.load(own, mask=read, other=0.0).to(tl.float32)
+    old1 = tl.load(own + channels, mask=read, other=0.0).to(tl.float32)
+    return old0, old1, tl.load(own + 2 * channels, mask=read, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _keep(inputs, slot, channels, channel, old0, old1, old2, WIDTH: tl.constexpr):
+    own = inputs + slot * (WIDTH - 1) * channels + channel
+    tl.store(own, old0.to(inputs.dtype.element_ty))
+    tl.store(own + channels, old1.to(inputs.dtype.element_ty))
+    tl.store(own + 2 * channels, old2.to(inputs.dtype.element_ty))
 
 
 @triton.jit
 def convolve_rows(
-    x, stride, weight, bias, inputs, out, spans, slots, sources, lines, queries, keys,
+    x, stride, weight, bias, inputs, out, spans, slots, sources, all_lines, lines, queries, keys,
     DIM: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """The convolution of few rows of a sequence, LINES of DIM channels a program, in float32, and
-    what they leave in the slot. Of `lines` of channels the first are `queries`, then `keys`, of
-    length 1; queries over the root of DIM. out [rows, lines * DIM], by rows of x"""
+    what they leave in the slot: the first `lines` of DIM channels. Of them the first are `queries`,
+    then `keys`, of length 1; queries over the root of DIM. out [rows, lines * DIM]"""
     _after_the_last()
     parts = lines // LINES
     sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -109,13 +123,10 @@ def convolve_rows(
     first, end = tl.load(spans + 2 * sequence), tl.load(spans + 2 * sequence + 1)
     if slot == NONE:  # padding
         return
-    line, channels = part * LINES + tl.arange(0, LINES)[:, None], lines * DIM
+    line, channels = part * LINES + tl.arange(0, LINES)[:, None], all_lines * DIM
     channel = line * DIM + tl.arange(0, DIM)[None, :]
     w0, w1, w2, w3 = _taps(weight, channel, WIDTH)
-    old = inputs + source * (WIDTH - 1) * channels + channel
-    old0 = tl.load(old, mask=source != NONE, other=0.0).to(tl.float32)
-    old1 = tl.load(old + channels, mask=source != NONE, other=0.0).to(tl.float32)
-    old2 = tl.load(old + 2 * channels, mask=source != NONE, other=0.0).to(tl.float32)
+    old0, old1, old2 = _kept(inputs, source, channels, channel, source != NONE, WIDTH)
     for turn in range(end - first):
         row = (first + turn).to(tl.int64)
         new = tl.load(x + row * stride + channel).to(tl.float32)
@@ -126,13 +137,9 @@ def convolve_rows(
         unit = tl.rsqrt(tl.sum(made * made, axis=1) + EPSILON)[:, None]
         scale = tl.where(line < queries, unit / tl.sqrt(DIM * 1.0), unit)
         made *= tl.where(line < queries + keys, scale, 1.0)
-        tl.store(out + row * channels + channel, made)
+        tl.store(out + row * (lines * DIM) + channel, made)
         old0, old1, old2 = old1, old2, new
-    own = inputs + slot * (WIDTH - 1) * channels + channel
-    kind: tl.constexpr = inputs.dtype.element_ty
-    tl.store(own, old0.to(kind))
-    tl.store(own + channels, old1.to(kind))
-    tl.store(own + 2 * channels, old2.to(kind))
+    _keep(inputs, slot, channels, channel, old0, old1, old2, WIDTH)
 
 
 @triton.jit

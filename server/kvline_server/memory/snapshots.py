@@ -63,11 +63,11 @@ class Idle:
 
     def rate(self, snapshot: Snapshot) -> None:
         """By its last use, and by what it saves; both compared with the others', how long these
-        stay and the most that any saves."""
+        stay and the most that any saves. That of an answer saves nothing before its end."""
         saves = snapshot.saves * (1 + min(snapshot.reads, READS))
         self._most = max(float(saves), self._most * FADE)
         age = self._uses - next(iter(self._by_use)).used
-        bonus = KEEP * age * saves / self._most
+        bonus = 0.0 if snapshot.decoding else KEEP * age * saves / self._most
         snapshot.worth = NOTHING if snapshot.passed else snapshot.used + bonus
         heapq.heappush(self._by_worth, (snapshot.worth, snapshot.used, snapshot))
         if len(self._by_worth) > 8 * (8 + len(self)):

@@ -251,7 +251,7 @@ class StatePool:
             if below.shared:
                 shared = count * PAGE_SIZE
                 break
-            if not (below.passed or below.decoding):
+            if not below.passed:
                 below.passed = True
                 if below in self._idle:
                     self._idle.rate(below)

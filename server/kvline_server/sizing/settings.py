@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
+from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig, usual_snapshots
 from kvline_contract.memory import CLIENTS, GRAMMARS
 from kvline_contract.report import Effective
 from kvline_server.engine.ngrams import table_bytes
@@ -188,11 +188,6 @@ def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
     rows = max(64, min(budget // score_bytes(1, vocabulary), 2048))
     return max(1, rows // block) * block
-
-
-def usual_snapshots(running: int) -> int:
-    """By decision 060."""
-    return running
 
 
 def least_rows(running: int, recurrent: bool) -> int:
