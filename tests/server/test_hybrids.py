@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import decoder
+from fp8_checkpoints import checkpoints
 from hybrid_models import HYBRIDS, Runner, Work, build, logits_of, on_two_ranks, save
 from safetensors.torch import load_file, save_file
 
@@ -23,10 +24,18 @@ from kvline_server.errors import ModelUnsupported
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.state_shape import States
-from kvline_server.model import devices
-from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder
-from kvline_server.model.loader import SafetensorsSource, checked, left_out, load_weights
+from kvline_server.model import devices, hybrid
+from kvline_server.model.config import ModelConfig, read_config
+from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
+from kvline_server.model.loader import (
+    RandomSource,
+    SafetensorsSource,
+    checked,
+    left_out,
+    load_weights,
+)
+from kvline_server.model.positions import Rope
+from kvline_server.model.sequence import Kind
 from kvline_server.model.shard import Shard, check, local
 from kvline_server.worker.backend import check_kernels
 
@@ -141,6 +150,12 @@ def test_every_parameter_is_counted(family: Family) -> None:
     assert weights.counts.total() == elements
     sizes = sum(part.fixed for part in decoder(family.folder).weights.parts())
     assert sizes == 4 * elements and not weights.scales
+    kernels = TorchKernels(torch.bfloat16)
+    halves = load_weights(source, read_config(family.folder), kernels)
+    assert sum(part.fixed for part in halves.parts()) == halves.nbytes(torch.bfloat16)
+    decays = halves.counts[torch.float32]
+    assert halves.nbytes(torch.bfloat16) == 2 * elements + 2 * decays
+    assert decays > 0
 
 
 def together(tensors: dict[str, torch.Tensor], at: str) -> dict[str, torch.Tensor]:
@@ -152,6 +167,46 @@ def together(tensors: dict[str, torch.Tensor], at: str) -> dict[str, torch.Tenso
     )
     both = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
     return {at + "gate_up_proj": torch.stack(both), at + "down_proj": torch.stack(downs)}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3.5-moe", "block"), ("qwen3-next", "channel")])
+def test_fp8_weights_are_what_they_stand_for(
+    name: str, kind: str, family_of: Callable[[str], Family], tmp_path: Path
+) -> None:
+    """In whatever order their rows are taken; what the files have unquantised stays so."""
+    both = checkpoints(kind, family_of(name).folder, tmp_path)
+    small, plain = (Runner(decoder(folder)).run([Work(0, prompt(70))])[0] for folder in both)
+    assert torch.equal(small, plain)
+
+
+def test_sizes_of_published_models_are_those_of_their_files() -> None:
+    """Parameters, and bytes of a sequence's states in bfloat16 with matrices in float32."""
+    rule = hybrid.DeltaRule(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
+    kinds = (*((Kind.RECURRENT, Kind.MLP),) * 3, (Kind.ATTENTION, Kind.MLP)) * 16
+    qwen_27b = ModelConfig(
+        architecture="",
+        layers=64,
+        hidden=5120,
+        intermediate=17408,
+        heads=24,
+        kv_heads=4,
+        head_dim=256,
+        vocabulary=248320,
+        max_position=262144,
+        norm_eps=1e-6,
+        rope=Rope(1e7, rotary_dim=64),
+        kinds=kinds,
+        recurrent=rule,
+        qk_norm="head",
+        output_gate=True,
+    )
+    assert checked(RandomSource(), qwen_27b).counts.total() == 26_895_998_464
+    states = state_shapes(qwen_27b)
+    assert sum(one.nbytes(torch.bfloat16, torch.float32) for one in states) == 153_944_064
+    (group,) = cache_groups(qwen_27b, 4096, torch.bfloat16)
+    assert group.layers == tuple(range(3, 64, 4)) and group.shape.bytes_per_token == 65_536
+    share = state_shapes(local(qwen_27b, Shard(3, 4)))
+    assert sum(one.nbytes(torch.bfloat16, torch.float32) for one in share) * 4 == 153_944_064
 
 
 def towered(folder: Path, into: Path) -> Path:
