@@ -110,15 +110,8 @@ def test_answers_are_those_of_transformers(family_of: Callable[[str], Family], n
             chosen = want.gather(1, torch.tensor(tokens[length:]).view(-1, 1)).view(-1)
             error = (torch.tensor(values) - chosen).abs()
             worse = want.amax(-1) - chosen
-            print(
-                name,
-                turn,
-                length,
-                cached,
-                float(error.mean()),
-                float(error.max()),
-                float(worse.max()),
-            )
+            figures = [float(n) for n in (error.mean(), error.max(), worse.max())]
+            print(name, turn, length, cached, *figures)
             assert figures[0] < 0.1 and figures[2] < 0.5
             assert cached == (0 if turn == 0 else (length - 1) // 64 * 64)
     assert worker(made).graphs is not None

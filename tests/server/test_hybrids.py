@@ -24,9 +24,10 @@ from kvline_server.errors import ModelUnsupported
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.state_shape import States
-from kvline_server.model import devices, hybrid
+from kvline_server.model import devices
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
+from kvline_server.model.hybrid import DeltaRule
 from kvline_server.model.loader import (
     RandomSource,
     SafetensorsSource,
@@ -181,7 +182,7 @@ def test_fp8_weights_are_what_they_stand_for(
 
 def test_sizes_of_published_models_are_those_of_their_files() -> None:
     """Parameters, and bytes of a sequence's states in bfloat16 with matrices in float32."""
-    rule = hybrid.DeltaRule(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
+    rule = DeltaRule(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
     kinds = (*((Kind.RECURRENT, Kind.MLP),) * 3, (Kind.ATTENTION, Kind.MLP)) * 16
     qwen_27b = ModelConfig(
         architecture="",
@@ -255,9 +256,16 @@ def test_on_a_gpu_a_hybrid_is_refused_before_its_weights_are_read(
     family_of: Callable[[str], Family],
 ) -> None:
     config = read_config(family_of("qwen3.5").folder)
-    devices.check(config, Device.CPU)
-    with pytest.raises(ModelUnsupported, match="recurrent layers, which are served on CPUs only"):
+    scan = read_config(family_of("nemotron-h").folder)
+    for each in (config, scan):
+        devices.check(each, Device.CPU)
+    with pytest.raises(ModelUnsupported, match="not of size 128, which are served on CPUs only"):
         devices.check(config, Device.CUDA)
+    with pytest.raises(ModelUnsupported, match="Mamba2 layers, which are served on CPUs only"):
+        devices.check(scan, Device.CUDA)
+    assert isinstance(config.recurrent, DeltaRule)
+    large = replace(config.recurrent, key_dim=128, value_dim=128)
+    devices.check(replace(config, recurrent=large), Device.CUDA)
     devices.check(replace(config, recurrent=None), Device.CUDA)
 
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 from kvline_contract.launch import Device
 from kvline_server.errors import ModelUnsupported
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.hybrid import Mamba2
+
+HEAD_DIM = 128  # of the delta rule, in the kernels
 
 
 def check(config: ModelConfig, device: Device) -> None:
     """Raises ModelUnsupported, before any weights are read."""
-    if config.recurrent is not None and device is not Device.CPU:
+    if device is not Device.CPU and (what := _on_cpus_alone(config)):
         raise ModelUnsupported(
-            f"{config.architecture} has recurrent layers, which are served on CPUs only at "
-            "present: leave out spec.resources.gpus"
+            f"{config.architecture} has {what}, which are served on CPUs only at present: leave "
+            "out spec.resources.gpus"
         )
+
+
+def _on_cpus_alone(config: ModelConfig) -> str:
+    """What no kernels of GPUs were shown to do; empty where there is nothing."""
+    recurrent = config.recurrent
+    if isinstance(recurrent, Mamba2):
+        return "Mamba2 layers"
+    if recurrent is not None and {recurrent.key_dim, recurrent.value_dim} != {HEAD_DIM}:
+        return f"recurrent layers whose heads are not of size {HEAD_DIM}"
+    return ""
