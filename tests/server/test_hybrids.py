@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engines import decoder
 from fp8_checkpoints import checkpoints
-from hybrid_models import HYBRIDS, Runner, Work, build, logits_of, on_two_ranks, save
+from hybrid_models import FULL, HYBRIDS, LINEAR, Runner, Work, build, logits_of, on_two_ranks, save
 from safetensors.torch import load_file, save_file
 
 from kvline_contract.launch import Device
-from kvline_server.errors import ModelUnsupported
+from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.state_shape import States
@@ -301,3 +302,71 @@ def test_what_no_prebuilt_kernel_computes_is_named(
         plain = replace(many, scores="softmax", scale=1.0, choice_bias="")
         with pytest.raises(RuntimeError, match="experts of a latent"):
             check_kernels(replace(config, experts=plain))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("qwen3.5", {"layer_types": [LINEAR] * 4}, "layer_types .* without a layer of attention"),
+        ("qwen3.5", {"layer_types": ["mlp"] * 4}, "layer_types: expected linear_attention, full"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate False .*, True is"),
+        (
+            "qwen3-next",
+            {"mlp_only_layers": [1]},
+            r"mlp_only_layers \[1\] .* in every layer",
+        ),
+        ("nemotron-h", {"layers_block_type": [LINEAR, "moe"]}, "without a layer of attention"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["moe", "lstm"]},
+            "layers_block_type: expected layers",
+        ),
+        ("nemotron-h", {"n_group": 2}, "n_group 2 .*, 1 is"),
+        ("nemotron-h", {"auto_map": {"AutoModelForCausalLM": "a.B"}}, "auto_map"),
+        ("nemotron-h-latent", {"mlp_bias": True}, "mlp_bias True .* beside moe_latent_size"),
+        ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+        ("granite", {"residual_multiplier": None}, "residual_multiplier: expected a positive"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    name: str,
+    change: dict[str, Any],
+    why: str,
+    family_of: Callable[[str], Family],
+    tmp_path: Path,
+) -> None:
+    raw = json.loads((family_of(name).folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises((ModelInvalid, ModelUnsupported), match=why):
+        read_config(tmp_path)
+
+
+def test_a_pattern_of_letters_is_a_list_of_blocks(
+    family_of: Callable[[str], Family], tmp_path: Path
+) -> None:
+    """As published files have it; their number of layers may be another."""
+    folder = family_of("nemotron-h").folder
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw.pop("layers_block_type") == [LINEAR, "mlp", LINEAR, FULL, "moe", LINEAR, "moe"]
+    made = raw | {"hybrid_override_pattern": "M-M*EME", "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    assert read_config(tmp_path) == read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"text_config": None}, "text_config: expected an object"),
+        ({"tie_word_embeddings": True}, "text_config.tie_word_embeddings False .* beside"),
+        ({"model_type": "qwen2_vl"}, "model_type 'qwen2_vl' .*, 'qwen3_5' is"),
+        ({"num_experts": 3}, "num_experts 3 is not supported: this server does not know it"),
+    ],
+)
+def test_a_file_beside_a_tower_is_read_whole(
+    change: dict[str, Any], why: str, family_of: Callable[[str], Family], tmp_path: Path
+) -> None:
+    folder = towered(family_of("qwen3.5").folder, tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises((ModelInvalid, ModelUnsupported), match=why):
+        read_config(folder)
