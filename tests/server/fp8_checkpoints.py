@@ -30,6 +30,7 @@ GROUP: dict[str, Any] = {
     "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
     "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
 }
+LINEARS = tuple(f"_proj{kind}.weight" for kind in ("", "_qkv", "_z", "_qkvz"))
 CONFIGS: dict[str, dict[str, Any]] = {
     "channel": {
         "quant_method": "compressed-tensors",
@@ -72,7 +73,7 @@ def checkpoints(kind: str, source: Path, into: Path) -> tuple[Path, Path]:
     tensors = load_file(source / "model.safetensors")
     small, plain = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(LINEARS):
             small[name], scales, plain[name] = quantised(weight, kind)
             suffix = "_scale" if kind == "channel" else "_scale_inv"
             small[name + suffix] = scales

@@ -8,26 +8,38 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engines import decoder
-from hybrid_models import HYBRIDS, Runner, Work, build, logits_of, on_two_ranks, save
+from fp8_checkpoints import checkpoints
+from hybrid_models import FULL, HYBRIDS, LINEAR, Runner, Work, build, logits_of, on_two_ranks, save
 from safetensors.torch import load_file, save_file
 
 from kvline_contract.launch import Device
-from kvline_server.errors import ModelUnsupported
+from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.state_shape import States
 from kvline_server.model import devices
-from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder
+from kvline_server.model.config import ModelConfig, read_config
+from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.hybrid import DeltaRule
-from kvline_server.model.loader import SafetensorsSource, checked, left_out, load_weights
+from kvline_server.model.loader import (
+    RandomSource,
+    SafetensorsSource,
+    checked,
+    left_out,
+    load_weights,
+)
+from kvline_server.model.positions import Rope
+from kvline_server.model.sequence import Kind
 from kvline_server.model.shard import Shard, check, local
+from kvline_server.worker.backend import check_kernels
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 130)  # around the convolution and the chunks
 CUTS = [(1,), (63, 64), (64, 65, 68), (3, 7, 70, 129), (16, 17, 18, 19, 20)]
@@ -140,6 +152,12 @@ def test_every_parameter_is_counted(family: Family) -> None:
     assert weights.counts.total() == elements
     sizes = sum(part.fixed for part in decoder(family.folder).weights.parts())
     assert sizes == 4 * elements and not weights.scales
+    kernels = TorchKernels(torch.bfloat16)
+    halves = load_weights(source, read_config(family.folder), kernels)
+    assert sum(part.fixed for part in halves.parts()) == halves.nbytes(torch.bfloat16)
+    decays = halves.counts[torch.float32]
+    assert halves.nbytes(torch.bfloat16) == 2 * elements + 2 * decays
+    assert decays > 0
 
 
 def together(tensors: dict[str, torch.Tensor], at: str) -> dict[str, torch.Tensor]:
@@ -151,6 +169,46 @@ def together(tensors: dict[str, torch.Tensor], at: str) -> dict[str, torch.Tenso
     )
     both = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
     return {at + "gate_up_proj": torch.stack(both), at + "down_proj": torch.stack(downs)}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3.5-moe", "block"), ("qwen3-next", "channel")])
+def test_fp8_weights_are_what_they_stand_for(
+    name: str, kind: str, family_of: Callable[[str], Family], tmp_path: Path
+) -> None:
+    """In whatever order their rows are taken; what the files have unquantised stays so."""
+    both = checkpoints(kind, family_of(name).folder, tmp_path)
+    small, plain = (Runner(decoder(folder)).run([Work(0, prompt(70))])[0] for folder in both)
+    assert torch.equal(small, plain)
+
+
+def test_sizes_of_published_models_are_those_of_their_files() -> None:
+    """Parameters, and bytes of a sequence's states in bfloat16 with matrices in float32."""
+    rule = DeltaRule(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
+    kinds = (*((Kind.RECURRENT, Kind.MLP),) * 3, (Kind.ATTENTION, Kind.MLP)) * 16
+    qwen_27b = ModelConfig(
+        architecture="",
+        layers=64,
+        hidden=5120,
+        intermediate=17408,
+        heads=24,
+        kv_heads=4,
+        head_dim=256,
+        vocabulary=248320,
+        max_position=262144,
+        norm_eps=1e-6,
+        rope=Rope(1e7, rotary_dim=64),
+        kinds=kinds,
+        recurrent=rule,
+        qk_norm="head",
+        output_gate=True,
+    )
+    assert checked(RandomSource(), qwen_27b).counts.total() == 26_895_998_464
+    states = state_shapes(qwen_27b)
+    assert sum(one.nbytes(torch.bfloat16, torch.float32) for one in states) == 153_944_064
+    (group,) = cache_groups(qwen_27b, 4096, torch.bfloat16)
+    assert group.layers == tuple(range(3, 64, 4)) and group.shape.bytes_per_token == 65_536
+    share = state_shapes(local(qwen_27b, Shard(3, 4)))
+    assert sum(one.nbytes(torch.bfloat16, torch.float32) for one in share) * 4 == 153_944_064
 
 
 def towered(folder: Path, into: Path) -> Path:
@@ -219,3 +277,96 @@ def test_ranks_that_heads_do_not_divide_are_refused_by_name(
     check(config, 2)
     with pytest.raises(ModelUnsupported, match=r"layers with 2 key heads .* gpus can be 1 or 2$"):
         check(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("qwen3.5-moe", ""),
+        ("granite", "without positions"),
+        ("nemotron-h-latent", "without positions"),
+        ("granite-moe", ""),
+    ],
+)
+def test_what_no_prebuilt_kernel_computes_is_named(
+    name: str, why: str, family_of: Callable[[str], Family]
+) -> None:
+    """A GPU runs it by torch's."""
+    config = read_config(family_of(name).folder)
+    with pytest.raises(RuntimeError, match=why) if why else nullcontext():
+        check_kernels(config)
+    if (many := config.experts) is not None and why:
+        config = replace(config, rotates=True)
+        with pytest.raises(RuntimeError, match="by sigmoid"):
+            check_kernels(config)
+        plain = replace(many, scores="softmax", scale=1.0, choice_bias="")
+        with pytest.raises(RuntimeError, match="experts of a latent"):
+            check_kernels(replace(config, experts=plain))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("qwen3.5", {"layer_types": [LINEAR] * 4}, "layer_types .* without a layer of attention"),
+        ("qwen3.5", {"layer_types": ["mlp"] * 4}, "layer_types: expected linear_attention, full"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate False .*, True is"),
+        (
+            "qwen3-next",
+            {"mlp_only_layers": [1]},
+            r"mlp_only_layers \[1\] .* in every layer",
+        ),
+        ("nemotron-h", {"layers_block_type": [LINEAR, "moe"]}, "without a layer of attention"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["moe", "lstm"]},
+            "layers_block_type: expected layers",
+        ),
+        ("nemotron-h", {"n_group": 2}, "n_group 2 .*, 1 is"),
+        ("nemotron-h", {"auto_map": {"AutoModelForCausalLM": "a.B"}}, "auto_map"),
+        ("nemotron-h-latent", {"mlp_bias": True}, "mlp_bias True .* beside moe_latent_size"),
+        ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+        ("granite", {"residual_multiplier": None}, "residual_multiplier: expected a positive"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    name: str,
+    change: dict[str, Any],
+    why: str,
+    family_of: Callable[[str], Family],
+    tmp_path: Path,
+) -> None:
+    raw = json.loads((family_of(name).folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises((ModelInvalid, ModelUnsupported), match=why):
+        read_config(tmp_path)
+
+
+def test_a_pattern_of_letters_is_a_list_of_blocks(
+    family_of: Callable[[str], Family], tmp_path: Path
+) -> None:
+    """As published files have it; their number of layers may be another."""
+    folder = family_of("nemotron-h").folder
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw.pop("layers_block_type") == [LINEAR, "mlp", LINEAR, FULL, "moe", LINEAR, "moe"]
+    made = raw | {"hybrid_override_pattern": "M-M*EME", "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    assert read_config(tmp_path) == read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"text_config": None}, "text_config: expected an object"),
+        ({"tie_word_embeddings": True}, "text_config.tie_word_embeddings False .* beside"),
+        ({"model_type": "qwen2_vl"}, "model_type 'qwen2_vl' .*, 'qwen3_5' is"),
+        ({"num_experts": 3}, "num_experts 3 is not supported: this server does not know it"),
+    ],
+)
+def test_a_file_beside_a_tower_is_read_whole(
+    change: dict[str, Any], why: str, family_of: Callable[[str], Family], tmp_path: Path
+) -> None:
+    folder = towered(family_of("qwen3.5").folder, tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises((ModelInvalid, ModelUnsupported), match=why):
+        read_config(folder)

@@ -57,8 +57,9 @@ class Experts:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Those that are GEMMs of all rows."""
-        others = (self.gate, self.inward, self.outward)
+        """Those that are GEMMs of all rows, with kernels to choose from: of the gate's one output
+        there are none."""
+        others = (self.inward, self.outward)
         shared = () if self.shared is None else self.shared.projections
         return self.router, *shared, *(each for each in others if each is not None)
 

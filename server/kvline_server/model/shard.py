@@ -39,10 +39,14 @@ def check(config: ModelConfig, ranks: int) -> None:
     counts = f"{', '.join(fit[:-1])} or {fit[-1]}" if len(fit) > 1 else fit[0]
     raise ModelUnsupported(
         f"spec.resources.gpus is {ranks}, which do not share this model evenly: it has "
-        f"{config.heads} attention heads, {config.kv_heads} key-value heads, an MLP of width "
-        f"{' and '.join(map(str, config.widths))}{_in_blocks(config)}{_recurrent(config)} and a "
-        f"vocabulary of {config.vocabulary}; gpus can be {counts}"
+        f"{config.heads} attention heads, {config.kv_heads} key-value heads, {_widths(config)}"
+        f"{_recurrent(config)} and a vocabulary of {config.vocabulary}; gpus can be {counts}"
     )
+
+
+def _widths(config: ModelConfig) -> str:
+    what = "an MLP of width" if len(config.widths) == 1 else "MLPs of widths"
+    return f"{what} {', '.join(map(str, config.widths))}{_in_blocks(config)}"
 
 
 def _in_blocks(config: ModelConfig) -> str:
