@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvline_server.model import hybrid
-from kvline_server.model.config import Experts, ModelConfig, Norms
+from kvline_server.model.config import Experts, ModelConfig, Names, Norms
 from kvline_server.model.positions import PART, Rope, YarnScaling
 from kvline_server.model.quantization import FIELD, Quantization
 from kvline_server.model.sequence import Kind
@@ -122,6 +122,8 @@ QWEN35_9B = replace(
         (Kind.RECURRENT if (layer + 1) % 4 else Kind.ATTENTION, Kind.MLP) for layer in range(32)
     ),
     recurrent=hybrid.DeltaRule(16, 32, 128, 128),
+    names=Names(others=("model.language_model.",)),
+    left_out=("mtp.",),
     norms=Norms(offset=1.0),
     tied_embeddings=False,
     output_gate=True,

@@ -44,7 +44,7 @@ class Pod:
         keeper._report = replace(
             keeper.report,
             state=State.VALIDATED,
-            result=cast(Any, SimpleNamespace(kv_tokens=4096)),
+            result=cast(Any, SimpleNamespace(kv_tokens=4096, state_slots=None)),
         )
         self.health = Health(options, keeper, "m", 1)
         self.health.edge = msgspec.structs.replace(self.health.edge, ready=True, connected=True)

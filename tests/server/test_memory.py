@@ -92,7 +92,9 @@ def test_settings_resolve_their_defaults(make_model: Callable[..., Path]) -> Non
     assert shared.client_bytes == settings.client_bytes // 2
     assert shared.client_bytes_per_token == settings.client_bytes_per_token // 2
     bad = launch_config(folder, EngineOptions(None, 32, 16))
-    with pytest.raises(ConfigInvalid, match="maxPrefillTokens is 16, below maxRunningRequests 32"):
+    with pytest.raises(
+        ConfigInvalid, match="maxPrefillTokens is 16, too few for maxRunningRequests 32"
+    ):
         resolve(bad, model, 2 << 30)
 
 

@@ -94,7 +94,7 @@ def test_a_step_has_room_for_a_chunk_beside_all_decodes(folder: Path) -> None:
     launch = launch_config(folder, EngineOptions(max_running_requests=600))
     assert resolve(launch, model, LARGE).max_prefill_tokens == least_rows(600, True) == 663
     small = launch_config(folder, EngineOptions(max_running_requests=8, max_prefill_tokens=64))
-    with pytest.raises(ConfigInvalid, match=r"maxPrefillTokens is 64, below 71 .* and 64 of a"):
+    with pytest.raises(ConfigInvalid, match=r"maxPrefillTokens is 64, too few .* and 64 .*: 71$"):
         resolve(small, model, LARGE)
 
 

@@ -219,10 +219,10 @@ def resolve(
     least = least_rows(running, recurrent)
     prefill = requested.max_prefill_tokens or max(defaults["prefill"], least)
     if prefill < least:
-        rest = f", and {CHUNK} of a prompt, as recurrent layers take" if recurrent else ""
+        rest = f", and {CHUNK} of a prompt for recurrent layers: {least}" if recurrent else ""
         raise ConfigInvalid(
-            f"spec.engine.maxPrefillTokens is {prefill}, below {least} for maxRunningRequests "
-            f"{running}: a step must hold one token of each running request{rest}"
+            f"spec.engine.maxPrefillTokens is {prefill}, too few for maxRunningRequests {running}: "
+            f"a step must hold one token of each running request{rest}"
         )
     top = requested.max_top_logprobs
     headroom = launch.capacity.headroom_mib
