@@ -165,7 +165,7 @@ class Caches:
 
     def plan(self, table: PageTable, start: int, rows: int, hashes: list[bytes]) -> None:
         """Which states the next step reads and writes, which computes so many rows of the sequence
-        from `start` on. That step must be launched, and `launched` called of it."""
+        from `start` on. That step must be launched, and `launched` be called behind it."""
         if self.states is not None and table.states is not None:
             table.step = self.states.plan(table.states, start, rows, hashes)
 
