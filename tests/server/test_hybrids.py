@@ -267,6 +267,8 @@ def test_on_a_gpu_a_hybrid_is_refused_before_its_weights_are_read(
     assert isinstance(config.recurrent, DeltaRule)
     large = replace(config.recurrent, key_dim=128, value_dim=128)
     devices.check(replace(config, recurrent=large), Device.CUDA)
+    with pytest.raises(ModelUnsupported, match="not of width 4"):
+        devices.check(replace(config, recurrent=replace(large, width=3)), Device.CUDA)
     devices.check(replace(config, recurrent=None), Device.CUDA)
 
 

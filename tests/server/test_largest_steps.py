@@ -24,7 +24,9 @@ from kvline_server.engine.stress.owners import StressSet
 from kvline_server.engine.stress.steps import worst_params
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.kernels.attention import SHORT_CHUNKS, Attention
-from kvline_server.kernels.layout import GREEDY
+from kvline_server.kernels.layout import GREEDY, Layout
+from kvline_server.kernels.recurrent import CHUNK, Sequences
+from kvline_server.kernels.tiles import tiled
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
@@ -398,3 +400,45 @@ def test_the_stress_set_has_at_least_as_much_of_each_as_any_step(drawn: Allowed)
         found = measures(step, drawn.chunk, own)
         assert found <= most, f"{found - most} more than any step of the stress"
         assert any(all(each[n] >= found[n] for n in together) for each in every), found
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(64, 700),
+    st.lists(st.integers(1, 200), min_size=1, max_size=40),
+)
+def test_no_prompts_have_more_chunks_or_snapshots_than_the_stress(
+    running: int, rows: int, lengths: list[int]
+) -> None:
+    """Of a model with recurrent layers, as a GPU cuts them."""
+    made = bounds(
+        max_running_requests=running,
+        max_prefill_tokens=rows,
+        recurrent=True,
+        snapshots=64,
+        pages=(4000,),
+    )
+    steps = [step for name, step in played(made) if name == "many-chunks"]
+    most = max(chunks(step.layout) for step in steps)
+    kept = max(snapshots(step.layout) for step in steps)
+    taken, mix = 0, []
+    for length in lengths[:running]:
+        mix.append(min(length, rows - taken))
+        taken += mix[-1]
+    mix = [each for each in mix if each]
+    starts = np.concatenate(([0], np.cumsum(mix))).astype(np.int32)
+    slots = np.arange(1, 1 + len(mix))
+    cut = tiled(Sequences(starts, slots, np.zeros_like(slots)))
+    assert sum(len(each.tiles) for each in cut if each.rows == CHUNK) <= most
+    assert sum(each > CHUNK for each in mix) <= kept
+
+
+def chunks(layout: Layout) -> int:
+    assert layout.states is not None
+    own = Sequences(layout.row_starts, layout.states.slots, layout.states.sources)
+    return sum(len(each.tiles) for each in tiled(own) if each.rows == CHUNK)
+
+
+def snapshots(layout: Layout) -> int:
+    assert layout.states is not None
+    return 0 if layout.states.snapshots is None else len(layout.states.snapshots.slots)

@@ -465,3 +465,46 @@ def test_a_host_s_memory_is_resident_when_it_is_reserved() -> None:
 def test_slots_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(DeviceOutOfMemory, match="slots of recurrent states"):
         arena(1 << 42)
+
+
+def test_no_sequence_runs_without_rows() -> None:
+    """A step's last rows are too few for a chunk: who would get none waits, and holds no slot."""
+    played = Played(16, 2, 150, 200)
+    for id in range(40):
+        played.scheduler.add(chat(id, (id, 300), output=20))
+    while not played.scheduler.idle:
+        played.step()
+        assert all(each.computed for each in played.scheduler.running)
+    assert len(played.ended) == 40 and played.scheduler.preemptions < 10
+
+
+def test_a_prompt_with_penalties_takes_turns_with_others_decodes() -> None:
+    """Both have penalties of more tokens than fit into a step. The prompt's last row waits for its
+    turn alone, behind all others, whatever a chunk of them is."""
+    played = Played(2, 4, 130, 512)
+    params = SamplingParams(max_tokens=300, repetition_penalty=1.2)
+    shared = [9] * 1600
+    first, second = (Sequence(id, [*shared, *[id] * 40], 1640, params) for id in range(2))
+    played.scheduler.add(first)
+    for _ in range(10):
+        played.step()
+    assert len(first.tokens) > 1640
+    played.scheduler.add(second)
+    for _ in range(30):
+        played.step()
+    assert len(second.tokens) > 1640 and not first.ended
+
+
+def test_an_answer_s_snapshot_that_others_went_on_from_counts_as_theirs() -> None:
+    played = Played(2, 6, 200, 512)
+    answering = chat(0, (9, 70), output=200)
+    played.scheduler.add(answering)
+    while len(answering.tokens) < 140:
+        played.step()
+    branch = asked(1, [(each, 1) for each in [*answering.tokens[:130], *[8] * 80]], 1)
+    played.scheduler.add(branch)
+    while len(answering.tokens) < 200:
+        played.step()
+    assert branch.ended and branch.cached == 128
+    running = [each for each in played.states._of.values() if each.decoding]
+    assert len(running) == 1, "the one that it left last"

@@ -237,16 +237,23 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         """Rows of a prompt, without its last one where no more penalties fit into this step."""
+        rows = self._cut(sequence.uncomputed, budget)
         if sequence.has_penalties and sequence.uncomputed <= budget:
             if sequence.penalised > self._penalised_left:
-                budget = sequence.uncomputed - 1
+                rows = sequence.uncomputed - 1
             else:
                 self._penalised_left -= sequence.penalised
                 sequence.penalised_in = self._step
-        rows = min(sequence.uncomputed, budget)
-        if self.caches.states is not None and rows < sequence.uncomputed:
-            rows -= rows % BOUNDARY  # so that every chunk begins at one
         return self._continue(sequence, rows, work) if rows else 0
+
+    def _cut(self, uncomputed: int, budget: int) -> int:
+        """Rows of a prompt that a step computes. With recurrent layers each chunk but the last one
+        ends where the rule's chunks do, so that a cold prompt and one from a snapshot are computed
+        alike."""
+        rows = min(uncomputed, budget)
+        if self.caches.states is not None and rows < uncomputed:
+            rows -= rows % BOUNDARY
+        return rows
 
     def _continue(
         self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = NO_DRAFTS
@@ -268,7 +275,9 @@ class Scheduler:
         sequence.extend_chain(len(sequence.tokens))
         matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
         fits = self.caches.fits(matched, len(sequence.tokens), len(self.running))
-        if not fits or self._shares_too_much(sequence, matched):
+        # One that would get no rows keeps its snapshot, and others' pages, for the next step.
+        rows = self._cut(len(sequence.tokens) - matched.tokens, budget)
+        if not (fits and rows) or self._shares_too_much(sequence, matched):
             self.caches.release(matched)
             return 0
         self.waiting.popleft()

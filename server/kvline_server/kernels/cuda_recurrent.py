@@ -121,14 +121,6 @@ class CudaRecurrent(Recurrent):
         return out
 
 
-def check(layer: DeltaRule | Scan) -> None:
-    """Raises RuntimeError for a layer that the kernels do not compute."""
-    if isinstance(layer, DeltaRule):
-        cuda_delta_rule.check(layer)
-    else:
-        cuda_scan.check(layer)
-
-
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """For vector loads of rows: as it is, or a copy."""
     fits = not any(n % ALIGN for n in (x.data_ptr(), x.stride(0))) and x.stride(1) == 1

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from kvline_server.kernels.layout import Snapshots as Snapshots
 from kvline_server.kernels.projection import Norm
 from kvline_server.memory.state_shape import States as States
+from kvline_server.memory.states import BOUNDARY, DUMMY_SLOT
 
 # Rows of which a prompt's states are computed at once. A prompt whose chunk of a step begins at a
 # multiple of it is computed as if it had been whole: to the bit where sums have the same order.
-CHUNK = 64
-DUMMY = 0  # the slot of padding: written, never read
+CHUNK = BOUNDARY
+DUMMY = DUMMY_SLOT  # of padding: written, never read
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,9 +207,7 @@ class StatePool:
         assert not self._written, "a planned step is not launched"
         if table.source is not None:
             self._unhold(table.source)
-        if table.decoding is not None and table.decoding in self._idle:
-            table.decoding.decoding = False
-            self._idle.add(table.decoding)
+        self._end_answer(table.decoding)
         self._used.remove(table.slot)
         key = None
         if table.begun and computed and not computed % BOUNDARY:
@@ -283,7 +281,15 @@ class StatePool:
         self._used.add(slot)
         table.steady = StateStep(slot, slot)
         if decodes:
+            self._end_answer(before)
             made.decoding, table.decoding = True, made
+
+    def _end_answer(self, snapshot: Snapshot | None) -> None:
+        """The last one that a sequence left while decoding, which leaves none in its place."""
+        if snapshot is not None and snapshot.decoding:
+            snapshot.decoding = False
+            if snapshot in self._idle:
+                self._idle.add(snapshot)
 
     def _missing(self, keys: Sequence[bytes], tokens: int) -> bytes | None:
         """The key of a snapshot at a boundary; None where there is one, or it is not known."""

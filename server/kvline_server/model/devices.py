@@ -7,7 +7,7 @@ from kvline_server.errors import ModelUnsupported
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.hybrid import Mamba2
 
-HEAD_DIM = 128  # of the delta rule, in the kernels
+HEAD_DIM, WIDTH = 128, 4  # of the delta rule and its convolution, in the kernels
 
 
 def check(config: ModelConfig, device: Device) -> None:
@@ -26,4 +26,6 @@ def _on_cpus_alone(config: ModelConfig) -> str:
         return "Mamba2 layers"
     if recurrent is not None and {recurrent.key_dim, recurrent.value_dim} != {HEAD_DIM}:
         return f"recurrent layers whose heads are not of size {HEAD_DIM}"
+    if recurrent is not None and recurrent.width != WIDTH:
+        return f"recurrent layers whose convolution is not of width {WIDTH}"
     return ""

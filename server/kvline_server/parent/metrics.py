@@ -101,11 +101,13 @@ def _states(beat: Beat) -> Iterator[Metric]:
     yield _gauge("state_slots", "Sequences whose recurrent states fit at once", beat.state_slots)
     yield _gauge("state_snapshots", "Recurrent states kept for prefixes", beat.snapshots)
     yield _counter(
-        "prefix_hit_tokens", "Prompt tokens that a recurrent state has saved", beat.prefix_tokens
+        "prefix_hit_tokens",
+        "Tokens that a recurrent state has saved, at each admission",
+        beat.prefix_tokens,
     )
     yield _counter(
         "prefix_lost_tokens",
-        "Prompt tokens computed again although their keys were cached: no state stood there",
+        "Tokens computed again, at an admission, as their keys were cached and no state was",
         beat.stateless_tokens,
     )
 

@@ -143,7 +143,7 @@ def _report(
 def _check_slots(slots: Slots, rank: Diagnosis, free: int) -> None:
     """Whether they fit in so many bytes beside what the rank has. Raises OutOfMemory."""
     rank.owned = (*rank.owned, *slots.parts())
-    if slots.nbytes and slots.reserved > free:
+    if slots.nbytes and slots.reserved + rank.settings.reserved() > free:
         raise rank.slots_do_not_fit(free, fitting(rank.settings, slots.nbytes, free))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvline_server.engine.speculation import decode_rows
 from kvline_server.kernels.recurrent import CHUNK
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
+
+FEW = 17  # rows of the shortest prompt that a GPU computes by chunks (kernels/tiles)
 
 
 class Span(NamedTuple):
@@ -98,16 +101,31 @@ class Bounds:
             spans.append(Span(length, length - rows, rows))
         return spans
 
-    def short_prompts(self) -> list[Span]:
-        """Whole prompts of 1 to 65 tokens, as many as run at once, which end on either side of the
-        rule's chunks: no step of recurrent layers has more chunks."""
-        spans, left, room = list[Span](), self.max_prefill_tokens, self._room
-        for index in range(self._running):
-            length = min(1 + (index * 13) % (CHUNK + 1), self.max_model_len, left)
-            pages = pages_for(length)
-            if not length or pages > room:
+    def many_chunks(self) -> list[Span]:
+        """Whole prompts that have as many of the rule's chunks, with a row or more beyond FEW each,
+        as any prompts of a step."""
+        count = max(1, min(self._running, self.max_prefill_tokens // FEW, self._room))
+        lengths, left = [FEW] * count, self.max_prefill_tokens - FEW * count
+        for more in itertools.chain([1 + CHUNK - FEW], itertools.repeat(CHUNK)):
+            for index in range(min(count, max(0, left) // more)):
+                lengths[index], left = lengths[index] + more, left - more
+            if left < more:
                 break
-            left, room = left - length, room - pages
+        return self._whole(lengths)
+
+    def many_snapshots(self) -> list[Span]:
+        """Whole prompts of which each leaves a snapshot, as many as a step has rows for."""
+        count = max(1, min(self._running, self.max_prefill_tokens // (1 + CHUNK)))
+        return self._whole([1 + CHUNK] * count)
+
+    def _whole(self, lengths: list[int]) -> list[Span]:
+        """As much of these prompts as fits."""
+        spans, left, room = list[Span](), self.max_prefill_tokens, self._room
+        for wanted in lengths:
+            length = min(wanted, self.max_model_len, left, room * PAGE_SIZE)
+            if length <= 0:
+                break
+            left, room = left - length, room - pages_for(length)
             spans.append(Span(length, 0, length))
         return spans
 

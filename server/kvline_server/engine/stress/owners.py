@@ -56,7 +56,7 @@ class StressSet:
             mixed,
             unfiltered,
             drafted,
-            short_prompts,
+            many_chunks,
         )
 
     def plays(self, bounds: Bounds) -> Iterator[Play]:
@@ -112,10 +112,11 @@ def drafted(bounds: Bounds) -> Iterator[Named]:
         yield "drafts", partial(batch, bounds, bounds.drafted(), GREEDY)
 
 
-def short_prompts(bounds: Bounds) -> Iterator[Named]:
+def many_chunks(bounds: Bounds) -> Iterator[Named]:
     """Recurrent layers'."""
     if bounds.recurrent:
-        yield "short-prompts", partial(batch, bounds, bounds.short_prompts())
+        yield "many-chunks", partial(batch, bounds, bounds.many_chunks())
+        yield "many-chunks", partial(batch, bounds, bounds.many_snapshots())
 
 
 def _routed(make: Make, routing: Played) -> Batch:
