@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from playground import Space
@@ -107,3 +108,14 @@ def describe(space: Any, name: str) -> str:
         "logs", "-l", "app.kubernetes.io/managed-by=kvline", "--tail=20", check=False
     ).stdout
     return f"{pods}\n{json.dumps(status, indent=1)}\n{logs}"
+
+
+def columns(shown: str) -> dict[str, str]:
+    """Of the one service that `kubectl get` shows, by their heads; some are empty."""
+    head, line = shown.splitlines()
+    names = list(re.finditer(r"\S+(?: \S+)*", head))
+    ends = [each.start() for each in names[1:]] + [len(line)]
+    found = {}
+    for name, end in zip(names, ends, strict=True):
+        found[name.group()] = line[name.start() : end].strip()
+    return found

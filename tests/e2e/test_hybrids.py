@@ -11,7 +11,7 @@ from typing import Any
 import even_heads
 import model
 import pytest
-from support import pods, wait
+from support import columns, pods, wait
 from waiting import eventually
 
 from kvline_contract.names import LABEL_REVISION
@@ -76,10 +76,10 @@ def test_a_hybrid_has_two_capacities_and_neither_is_lost_unasked(
     assert capacity["fullLengthSequences"] == 2048 // 512 and capacity["slotBytes"] == SLOT
     parts = {part["name"]: part["mib"] for part in capacity["memory"]["parts"]}
     assert parts["states"] == 17 * SLOT >> 20 and parts["snapshots"] == 4 * SLOT >> 20
-    head, line = space.kubectl("get", "kvl", "-o", "wide").stdout.splitlines()
-    row = dict(zip(re.split(r"  +", head), re.split(r"  +", line), strict=False))
+    row = columns(space.kubectl("get", "kvl", "-o", "wide").stdout)
     assert (row["KV-TOKENS"], row["SEQUENCES"]) == ("2048", "16")
-    assert "states" in space.kvline("explain", "hybrid").stdout
+    assert "serves 2048 KV tokens, 16 sequences at once" in space.kvline("explain", "hybrid").stdout
+    assert re.search("^states .*MiB a sequence", space.kvline("status", "hybrid").stdout, re.M)
     answers(space, cluster)
 
     space.apply("hybrid", **SMALLER)

@@ -11,7 +11,7 @@ from typing import Any
 import even_heads
 import model
 import pytest
-from support import describe, pods, wait
+from support import columns, describe, pods, wait
 from test_main_job import answers_of_smollm2
 from waiting import eventually
 
@@ -146,8 +146,7 @@ def ranks_add_up(space: Any) -> None:
 
 def every_reader_shows_both(space: Any, cluster: Any) -> None:
     found = capacity(space)
-    head, line = space.kubectl("get", "kvl", "-o", "wide").stdout.splitlines()
-    row = dict(zip(re.split(r"  +", head), re.split(r"  +", line), strict=False))
+    row = columns(space.kubectl("get", "kvl", "-o", "wide").stdout)
     assert (row["READY"], row["REASON"]) == ("1/1", "Serving")
     assert (row["KV-TOKENS"], row["GPUS"]) == (str(found["kvTokens"]), "2")
     titles = [f"rank {number} of 2" for number in (0, 1)]

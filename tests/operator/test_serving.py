@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from services import BODY, HELD, PASSED, PLAIN, by_type, ready_pod, service_state
+from services import BODY, HELD, PASSED, PLAIN, by_type, hybrid_pod, ready_pod, service_state
 
 from kvline_contract.names import SERVER_CONTAINER
 from kvline_operator.api.spec import parse
@@ -39,6 +39,12 @@ def test_all_replicas_that_serve_count_and_the_figures_are_of_the_stable_revisio
     made = status.build(state, {}, "now")[0]["capacity"]
     assert (made["kvTokensTotal"], made["kvTokens"]) == (9000, 4000)
     assert made["spread"] == {"min": 4000, "max": 4000}
+
+
+def test_sequences_that_run_at_once_are_named_where_slots_bound_them() -> None:
+    state = service_state(hybrid_pod(4000, 64), new(5000), plan=BOTH)
+    message = by_type(state)["Ready"].message
+    assert message == "2 replicas serve 9000 KV tokens, 64 sequences at once"
 
 
 def test_a_candidate_that_serves_alone_has_the_figures() -> None:

@@ -235,7 +235,10 @@ def ready(state: ServiceState, others: list[Condition]) -> Condition:
     kind = "Ready"
     if state.serving:
         tokens = sum(p.kv_tokens or 0 for p in state.serving)
-        return Condition(kind, "True", "Serving", f"{_serve(state.serving)} {tokens} KV tokens")
+        slots = sum(p.result.state_slots or 0 for p in state.serving if p.result is not None)
+        at_once = f", {counted(slots, 'sequence')} at once" if slots else ""
+        text = f"{_serve(state.serving)} {tokens} KV tokens{at_once}"
+        return Condition(kind, "True", "Serving", text)
     # Ready pods of an accepted revision have validated their size. CapacityMeasured reports that
     # this operator cannot read it.
     unread = tuple(p for p in state.stable if p.ready)
