@@ -266,6 +266,25 @@ def test_a_change_of_slots_is_answered_with_what_it_trades() -> None:
     assert to(engine=less).result is Result.PASSES
 
 
+@pytest.mark.parametrize(
+    "engine", [{"prefixSnapshots": 32}, {"maxPrefillTokens": 1024}, {"maxRunningRequests": None}]
+)
+def test_no_sequences_are_promised_where_the_server_chooses_them_anew(engine: Object) -> None:
+    """Fewer snapshots leave room for more requests, which take more than these left."""
+    unset = {"maxPrefillTokens": 512, "prefixSnapshots": 64}
+    if "maxRunningRequests" in engine:
+        unset["maxRunningRequests"] = 16
+    now = {key: value for key, value in {**unset, **engine}.items() if value is not None}
+    new = service(engine=now)
+    before = revision(service(engine=unset), hybrid(16))
+    answer = check(new, (before,), False)
+    assert (answer.result, answer.low, answer.sequences) == (Result.UNKNOWN, None, None)
+    held = RevisionState(seen_tokens=25_000)
+    answer = check(new, (revision(new, held, 2), before), False)
+    assert (answer.result, answer.low, answer.sequences) == (Result.UNKNOWN, 25_000, None)
+    assert "how many sequences must be measured" in answer.message
+
+
 def test_a_minimum_of_sequences_is_compared_with_what_serves() -> None:
     before = revision(service(), hybrid(16))
     for least, result in ((16, Result.PASSES), (17, Result.REJECTED)):

@@ -120,6 +120,21 @@ def candidate(
             "+44 requests and -44 snapshots cost 0 KV tokens",
         ),
         (
+            "more requests by the server's default, as snapshots leave more",
+            candidate(15_600, 512, 32, Asked(None, 32)),
+            Thresholds(0, 95),
+            PASSED,
+            "512 sequences, 244 are required (95 % of the baseline 256 on H200); +256 requests "
+            "and -32 snapshots cost 4480 KV tokens",
+        ),
+        (
+            "fewer of them are no less a loss",
+            candidate(20_000, 128, 32, Asked(None, 32)),
+            Thresholds(0, 95),
+            REJECTED,
+            "128 sequences, 244 are required",
+        ),
+        (
             "snapshots alone give up no sequence",
             candidate(19_000, 192, 128, Asked(256, 128)),
             Thresholds(0, 95),
@@ -138,7 +153,9 @@ def candidate(
 def test_both_capacities_are_held_but_for_what_the_spec_trades(
     what: str, found: Candidate, policy: Thresholds, result: GateResult, text: str
 ) -> None:
-    verdict = evaluate(found, BASELINE, policy)
+    by_default = found.asked.requests is None
+    baseline = replace(BASELINE, asked=Asked(None, 64)) if by_default else BASELINE
+    verdict = evaluate(found, baseline, policy)
     assert verdict.result is result, (what, verdict.message)
     assert text in verdict.message
     (replica,) = found.replicas

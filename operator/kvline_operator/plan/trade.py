@@ -27,8 +27,8 @@ class Asked:
         return cls(engine.get("maxRunningRequests"), engine.get("prefixSnapshots"))
 
     def expected(self, before: Slots) -> Slots:
-        """What a replica will have that is not measured yet. The server's default of requests
-        stays as it was."""
+        """What a replica will have that is not measured yet. The server's default of requests is
+        taken as it was; forecast.as_many_run says whether it is."""
         requests, snapshots = self.requests or before.sequences, self.snapshots
         if snapshots is None:
             snapshots = usual_snapshots(requests)
@@ -44,8 +44,10 @@ class Trade:
     @classmethod
     def of(cls, before: Slots, now: Slots, old: Asked, new: Asked, token_bytes: int) -> Trade:
         """A number that the spec has not changed is no part of it; a default may follow the
-        other."""
-        requests = now.sequences - before.sequences if new.requests != old.requests else 0
+        other: of both what the server chooses by what is left."""
+        chosen = new.requests is None and new != old
+        requests = now.sequences - before.sequences
+        requests = requests if chosen or new.requests != old.requests else 0
         snapshots = now.snapshots - before.snapshots if new != old else 0
         cost = (requests + snapshots) * now.slot_bytes
         return cls(requests, snapshots, round(cost / max(1, token_bytes)))
