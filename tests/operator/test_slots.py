@@ -100,10 +100,17 @@ def candidate(
         ),
         (
             "a pinned size does not grow by them",
-            candidate(20_000, 128, asked=Asked(128, 64)),
+            candidate(20_000, 128, asked=Asked(128, 64, pinned=True)),
             Thresholds(0, 95),
             PASSED,
             "19000 are required",
+        ),
+        (
+            "fewer requests hide no other loss",
+            candidate(21_000, 128, asked=Asked(128, 64)),
+            Thresholds(0, 95),
+            REJECTED,
+            "21432 are required (95 % of the baseline 22560 on H200): 432 short; 128 sequences",
         ),
         (
             "but the minimum of sequences holds",
@@ -255,6 +262,16 @@ def test_an_accepted_revision_is_the_measure_without_what_was_traded() -> None:
     assert revision_state.read({"metadata": {"annotations": text}}) == fewer
 
 
+def test_slots_changed_back_and_forth_leave_the_baseline_as_it_was() -> None:
+    few = Asked(128, 64)
+    found = candidate(22_560, 128, asked=few)
+    limits = thresholds(found, BASELINE, Thresholds(0, 95))
+    assert limits.baseline == {"H200": 22_560}
+    between = Baseline(GROUP, EACH, dict(limits.baseline), {"H200": Slots(128, 64, SLOT)}, few)
+    back = thresholds(candidate(20_000, 256), between, Thresholds(0, 95))
+    assert back.baseline == BASELINE.tokens
+
+
 def test_the_best_sequences_are_kept_and_a_promotion_begins_anew() -> None:
     (less,) = candidate(20_000, 250).replicas
     after = updated({"a": STATE}, RolloutPlan({"a": 1}, "a"), "a", (less,))["a"]
@@ -334,6 +351,9 @@ def test_a_spec_s_baseline_has_what_it_asked_for() -> None:
     inputs = parse({**BODY, "spec": {**BODY["spec"], "engine": engine}}).inputs
     made = baseline_of(STATE, inputs)
     assert made.asked == Asked(256, 0) and made.slots == {"H200": BEFORE}
+    assert not made.asked.pinned
+    assert Asked.of({"engine": engine, "capacity": {"kvTokens": 4096}}).pinned
+    assert not Asked.of({"engine": engine, "capacity": {"minKVTokens": 4096}}).pinned
 
 
 def printed(what: Any) -> str:

@@ -6,7 +6,7 @@ asked for by the spec, and no more: the gate takes it from the baseline.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvline_contract.counts import counted
@@ -20,11 +20,14 @@ class Asked:
 
     requests: int | None = None  # spec.engine.maxRunningRequests
     snapshots: int | None = None  # spec.engine.prefixSnapshots
+    # By spec.capacity.kvTokens; no part of what is traded.
+    pinned: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, inputs: dict[str, Any]) -> Asked:
-        engine = inputs.get("engine") or {}
-        return cls(engine.get("maxRunningRequests"), engine.get("prefixSnapshots"))
+        engine, capacity = inputs.get("engine") or {}, inputs.get("capacity") or {}
+        pinned = capacity.get("kvTokens") is not None
+        return cls(engine.get("maxRunningRequests"), engine.get("prefixSnapshots"), pinned)
 
     def expected(self, before: Slots) -> Slots:
         """What a replica will have that is not measured yet. The server's default of requests is
