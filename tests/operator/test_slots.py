@@ -308,6 +308,16 @@ def test_a_status_has_both_and_the_lesser_of_them() -> None:
     assert "prefixSnapshots" not in effective(service_state(ready_pod()))["engine"]
 
 
+def test_the_fewest_sequences_are_shown_whichever_replica_has_them() -> None:
+    """Not those of the replica with the fewest KV tokens."""
+    few, many = hybrid_pod(8192, 2, name="b"), hybrid_pod(4096, 3)
+    assert few.result is not None and many.result is not None
+    made = CapacityStatus.of([many.report, few.report])
+    assert made is not None and (made.kv_tokens, made.sequences) == (4096, 2)
+    assert made.full_length_sequences == 2
+    assert CapacityStatus.of([few.report, many.report]) == made
+
+
 def test_what_an_earlier_operator_kept_gets_its_sequences() -> None:
     now = CapacityStatus.of([hybrid_pod().report])
     assert now is not None
