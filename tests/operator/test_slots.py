@@ -245,7 +245,7 @@ def accepted(found: Candidate) -> RevisionState:
     assert verdict.result is PASSED
     plan, limits = RolloutPlan({"b": 1}, "b", gate=verdict), thresholds(found, BASELINE, policy)
     states = {"a": STATE, "b": RevisionState()}
-    return updated(states, plan, "b", found.replicas, limits=limits)["b"]
+    return updated(states, plan, "b", found.replicas, limits=limits, asked=found.asked)["b"]
 
 
 def test_an_accepted_revision_is_the_measure_without_what_was_traded() -> None:
@@ -260,6 +260,32 @@ def test_an_accepted_revision_is_the_measure_without_what_was_traded() -> None:
     assert fewer.slots == {"H200": replace(BEFORE, sequences=128)}
     text = revision_state.to_annotations(fewer)
     assert revision_state.read({"metadata": {"annotations": text}}) == fewer
+
+
+MIXED = {"H200": BEFORE, "L4": BEFORE}
+
+
+def mixed(asked: Asked, sequences: int, tokens: int, snapshots: int = 64) -> RevisionState:
+    """Accepted by replicas on one of two GPU models with a baseline."""
+    before = replace(STATE, baseline={"H200": 20_000, "L4": 9000}, slots=MIXED)
+    measure = replace(BASELINE, tokens=before.baseline, slots=MIXED)
+    found = candidate(tokens, sequences, snapshots, asked)
+    limits = thresholds(found, measure, Thresholds(0, 95))
+    plan = RolloutPlan({"b": 1}, "b", gate=evaluate(found, measure, Thresholds(0, 95)))
+    states = {"a": before, "b": RevisionState()}
+    return updated(states, plan, "b", found.replicas, limits=limits, asked=asked)["b"]
+
+
+def test_a_gpu_model_without_a_replica_keeps_what_it_is_expected_to_have() -> None:
+    """Its tokens are without the trade, and its slots with it: changed back, both are as before."""
+    fewer = mixed(Asked(256, 0), 256, 21_280, 0)
+    assert fewer.baseline == {"H200": 21_280, "L4": 10_280}
+    assert fewer.slots == {"H200": Slots(256, 0, SLOT), "L4": Slots(256, 0, SLOT)}
+    more = mixed(Asked(300, 64), 300, 19_500)
+    assert more.baseline["L4"] == 9000 - 44 * 20
+    assert more.slots == {"H200": Slots(300, 64, SLOT), "L4": Slots(300, 64, SLOT)}
+    chosen = mixed(Asked(None, 64), 128, 22_560)
+    assert chosen.slots == {"H200": Slots(128, 64, SLOT), "L4": BEFORE}
 
 
 def test_slots_changed_back_and_forth_leave_the_baseline_as_it_was() -> None:
