@@ -214,7 +214,12 @@ def _before(spec: ServiceSpec, state: RevisionState, accepted: RevisionEntry) ->
         gpu = next(iter(accepted.state.baseline), "")
         if not tokens or len(accepted.state.baseline) > 1:  # on which GPU is not stored
             return None
-        slots = _slots(spec, accepted, (accepted.state.slots or {}).get(gpu))
+        before = (accepted.state.slots or {}).get(gpu)
+        slots = _slots(spec, accepted, before)
+        counts = state.verdict.sequences if state.verdict is not None else None
+        if before is not None and counts is not None:
+            ran = replace(before, sequences=counts.measured)
+            slots = Asked.of(spec.inputs).expected(ran)
     source = f"which an equal revision measured on {device(gpu)}"
     return Known(gpu, each, Bounds(tokens, tokens), source, slots)
 

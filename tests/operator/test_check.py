@@ -27,7 +27,7 @@ from kvline_operator.observe.slots import Slots
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import CapacityStatus, Spread
 from kvline_operator.store.revision_state import Expiry, RevisionState
-from kvline_operator.store.verdict import GateResult, StoredVerdict
+from kvline_operator.store.verdict import GateResult, Sequences, StoredVerdict
 
 TOKENS, EACH = 20480, 46080
 IMAGE = "localhost/server@sha256:" + "a" * 64
@@ -279,6 +279,10 @@ def test_no_sequences_are_promised_where_the_server_chooses_them_anew(engine: Ob
     before = revision(service(engine=unset), hybrid(16))
     answer = check(new, (before,), False)
     assert (answer.result, answer.low, answer.sequences) == (Result.UNKNOWN, None, None)
+    past = replace(verdict(GateResult.REJECTED, 0, 25_000), sequences=Sequences(12, 16, 16))
+    measured = RevisionState(verdict=past)
+    answer = check(new, (revision(new, measured, 2), before), False)
+    assert (answer.low, answer.sequences) == (25_000, 12), "as an equal revision has measured"
     held = RevisionState(seen_tokens=25_000)
     answer = check(new, (revision(new, held, 2), before), False)
     assert (answer.result, answer.low, answer.sequences) == (Result.UNKNOWN, 25_000, None)
