@@ -21,7 +21,7 @@ from kvline_operator.plan.acceptance import baseline_of, comparison_group
 from kvline_operator.plan.forecast import Bounds, as_many_run, bounds
 from kvline_operator.plan.phase import Policy, current_verdict, has_expired, tried
 from kvline_operator.plan.revisions import Revision, wanted
-from kvline_operator.plan.threshold import Threshold, device
+from kvline_operator.plan.threshold import device
 from kvline_operator.plan.trade import Asked
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.records import DRIFT_PERCENT
@@ -184,7 +184,7 @@ def _expected(
         result = Result.REJECTED  # for its sequences where no bound of its tokens is known
     limits = gate.thresholds(candidate, baseline, Policy.of(spec).thresholds)
     of_tokens, of_sequences = limits.of(known.gpu), limits.of_sequences(known.gpu)
-    text = f"{_range(known.tokens)} KV tokens ({known.source}), {_required(of_tokens)}"
+    text = f"{_range(known.tokens)} KV tokens ({known.source}), {of_tokens.text(grouped=True)}"
     low, high, least = known.tokens.low, known.tokens.high, of_tokens.least
     if known.slots is None and known.gpu in baseline.slots:
         text += "; how many sequences must be measured"
@@ -192,15 +192,11 @@ def _expected(
     if known.slots is None:
         return Answer(result, text, revision.name, low, high, least)
     sequences = known.slots.sequences
-    text += f"; {sequences:,} sequences, {_required(of_sequences)}"
+    text += f"; {sequences:,} sequences, {of_sequences.text(grouped=True)}"
     trade = gate.trades(candidate, baseline).get(known.gpu)
     text += f"; {trade.text}" if trade is not None and trade.text else ""
     few = of_sequences.least
     return Answer(result, text, revision.name, low, high, least, sequences, few)
-
-
-def _required(limit: Threshold) -> str:
-    return f"{limit.least:,} are required" + (f" ({limit.source})" if limit.source else "")
 
 
 def _before(spec: ServiceSpec, state: RevisionState, accepted: RevisionEntry) -> Known | None:

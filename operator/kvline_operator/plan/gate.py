@@ -91,7 +91,8 @@ def thresholds(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> 
     tokens = {gpu: max(1, best - costs.get(gpu, 0)) for gpu, best in baseline.tokens.items()}
     kept = candidate.asked.requests == baseline.asked.requests
     sequences = {gpu: slots.sequences for gpu, slots in baseline.slots.items() if kept}
-    return replace(policy, baseline=tokens, sequences=sequences)
+    why = "" if kept or not baseline.slots else "as the spec changed maxRunningRequests"
+    return replace(policy, baseline=tokens, sequences=sequences, given_up=why)
 
 
 def trades(candidate: Candidate, baseline: Baseline) -> dict[str, Trade]:
