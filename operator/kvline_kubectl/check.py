@@ -18,10 +18,10 @@ from kvline_operator.observe.pods import Measured
 from kvline_operator.observe.slots import Slots
 from kvline_operator.plan import gate
 from kvline_operator.plan.acceptance import baseline_of, comparison_group
-from kvline_operator.plan.forecast import Bounds, bounds
+from kvline_operator.plan.forecast import Bounds, as_many_run, bounds
 from kvline_operator.plan.phase import Policy, current_verdict, has_expired, tried
 from kvline_operator.plan.revisions import Revision, wanted
-from kvline_operator.plan.threshold import Threshold, device
+from kvline_operator.plan.threshold import device
 from kvline_operator.plan.trade import Asked
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.records import DRIFT_PERCENT
@@ -165,7 +165,7 @@ def _expected(
     if why and not spec.min_kv_tokens:
         text = f"it would be held, as it cannot be compared ({why}): set spec.capacity.minKVTokens"
         return Answer(Result.HELD, text, revision.name)
-    known = _before(state, accepted, candidate.asked) or _by_arithmetic(spec, revision, accepted)
+    known = _before(spec, state, accepted) or _by_arithmetic(spec, revision, accepted)
     if known is None or (not known.tokens.low and known.tokens.high is None):
         text = "neither a stored figure nor arithmetic gives its KV tokens"
         return Answer(Result.UNKNOWN, text, revision.name)
@@ -184,23 +184,22 @@ def _expected(
         result = Result.REJECTED  # for its sequences where no bound of its tokens is known
     limits = gate.thresholds(candidate, baseline, Policy.of(spec).thresholds)
     of_tokens, of_sequences = limits.of(known.gpu), limits.of_sequences(known.gpu)
-    text = f"{_range(known.tokens)} KV tokens ({known.source}), {_required(of_tokens)}"
+    text = f"{_range(known.tokens)} KV tokens ({known.source}), {of_tokens.text(grouped=True)}"
     low, high, least = known.tokens.low, known.tokens.high, of_tokens.least
+    if known.slots is None and known.gpu in baseline.slots:
+        text += "; how many sequences must be measured"
+        result = Result.UNKNOWN if result is Result.PASSES else result
     if known.slots is None:
         return Answer(result, text, revision.name, low, high, least)
     sequences = known.slots.sequences
-    text += f"; {sequences:,} sequences, {_required(of_sequences)}"
+    text += f"; {sequences:,} sequences, {of_sequences.text(grouped=True)}"
     trade = gate.trades(candidate, baseline).get(known.gpu)
     text += f"; {trade.text}" if trade is not None and trade.text else ""
     few = of_sequences.least
     return Answer(result, text, revision.name, low, high, least, sequences, few)
 
 
-def _required(limit: Threshold) -> str:
-    return f"{limit.least:,} are required" + (f" ({limit.source})" if limit.source else "")
-
-
-def _before(state: RevisionState, accepted: RevisionEntry, asked: Asked) -> Known | None:
+def _before(spec: ServiceSpec, state: RevisionState, accepted: RevisionEntry) -> Known | None:
     """What a revision with these inputs and this image has measured before."""
     if (served := state.capacity) is not None:
         gpu = served.provenance.gpu if served.provenance is not None else ""
@@ -212,7 +211,11 @@ def _before(state: RevisionState, accepted: RevisionEntry, asked: Asked) -> Know
         if not tokens or len(accepted.state.baseline) > 1:  # on which GPU is not stored
             return None
         before = (accepted.state.slots or {}).get(gpu)
-        slots = before and asked.expected(before)
+        slots = _slots(spec, accepted, before)
+        counts = state.verdict.sequences if state.verdict is not None else None
+        if before is not None and counts is not None:
+            ran = replace(before, sequences=counts.measured)
+            slots = Asked.of(spec.inputs).expected(ran)
     source = f"which an equal revision measured on {device(gpu)}"
     return Known(gpu, each, Bounds(tokens, tokens), source, slots)
 
@@ -224,8 +227,15 @@ def _by_arithmetic(spec: ServiceSpec, revision: Revision, accepted: RevisionEntr
     found = bounds(measured, accepted.inputs, spec.inputs)
     gpu = measured.provenance.gpu if measured.provenance is not None else ""
     source = f"arithmetic from the {measured.kv_tokens:,} of revision {accepted.name}"
-    slots = measured.slots and Asked.of(spec.inputs).expected(measured.slots)
+    slots = _slots(spec, accepted, measured.slots)
     return Known(gpu, measured.compared_bytes, found, source, slots)
+
+
+def _slots(spec: ServiceSpec, accepted: RevisionEntry, before: Slots | None) -> Slots | None:
+    """None also where the server will choose anew how many requests run."""
+    if before is None or not as_many_run(accepted.inputs, spec.inputs):
+        return None
+    return Asked.of(spec.inputs).expected(before)
 
 
 def _with_noise(tokens: Bounds) -> Bounds:

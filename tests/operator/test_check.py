@@ -27,7 +27,7 @@ from kvline_operator.observe.slots import Slots
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import CapacityStatus, Spread
 from kvline_operator.store.revision_state import Expiry, RevisionState
-from kvline_operator.store.verdict import GateResult, StoredVerdict
+from kvline_operator.store.verdict import GateResult, Sequences, StoredVerdict
 
 TOKENS, EACH = 20480, 46080
 IMAGE = "localhost/server@sha256:" + "a" * 64
@@ -258,12 +258,38 @@ def test_a_change_of_slots_is_answered_with_what_it_trades() -> None:
     assert (fewer.sequences, fewer.required_sequences) == (16, 16)
     more = to(engine={**asked_now, "maxRunningRequests": 64})
     assert more.result is Result.UNKNOWN and more.required == 19_000
-    assert "64 sequences, 0 are required; +48 requests cost 480 KV tokens" in more.message
+    assert more.message.endswith(
+        "64 sequences, none are required, as the spec changed maxRunningRequests; +48 requests "
+        "cost 480 KV tokens"
+    )
     less = {**asked_now, "maxRunningRequests": 8}
     few = to(engine=less, capacity={"minSequences": 9})
     assert few.result is Result.REJECTED, "whatever its KV tokens are"
     assert "9 are required (spec.capacity.minSequences)" in few.message
     assert to(engine=less).result is Result.PASSES
+
+
+@pytest.mark.parametrize(
+    "engine", [{"prefixSnapshots": 32}, {"maxPrefillTokens": 1024}, {"maxRunningRequests": None}]
+)
+def test_no_sequences_are_promised_where_the_server_chooses_them_anew(engine: Object) -> None:
+    """Fewer snapshots leave room for more requests, which take more than these left."""
+    unset = {"maxPrefillTokens": 512, "prefixSnapshots": 64}
+    if "maxRunningRequests" in engine:
+        unset["maxRunningRequests"] = 16
+    now = {key: value for key, value in {**unset, **engine}.items() if value is not None}
+    new = service(engine=now)
+    before = revision(service(engine=unset), hybrid(16))
+    answer = check(new, (before,), False)
+    assert (answer.result, answer.low, answer.sequences) == (Result.UNKNOWN, None, None)
+    past = replace(verdict(GateResult.REJECTED, 0, 25_000), sequences=Sequences(12, 16, 16))
+    measured = RevisionState(verdict=past)
+    answer = check(new, (revision(new, measured, 2), before), False)
+    assert (answer.low, answer.sequences) == (25_000, 12), "as an equal revision has measured"
+    held = RevisionState(seen_tokens=25_000)
+    answer = check(new, (revision(new, held, 2), before), False)
+    assert (answer.result, answer.low, answer.sequences) == (Result.UNKNOWN, 25_000, None)
+    assert "how many sequences must be measured" in answer.message
 
 
 def test_a_minimum_of_sequences_is_compared_with_what_serves() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvline_contract.launch import usual_snapshots
 from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.report import Source
 from kvline_operator.api.quantity import in_bytes
@@ -54,12 +55,13 @@ class Machine:
         asked = engine.get("prefixSnapshots")
 
         def states(running: int) -> int:
-            """Of sequences, of prefixes, as many by default, and of rows that only fill a batch."""
-            return (running + (running if asked is None else asked) + 1) * self.state
+            """Of sequences, of prefixes, and of rows that only fill a batch."""
+            kept = usual_snapshots(running) if asked is None else asked
+            return (running + kept + 1) * self.state
 
         reserved = [taken + states(count) for count, taken in enumerate(windows)]
         running = engine["maxRunningRequests"] or self._running(
-            windows, (memory - self.weights - headroom) * MIB
+            reserved, (memory - self.weights - headroom) * MIB
         )
         step = self.fixed * MIB + 1024 * (self.of_request * running + self.of_row * rows)
         scores = self._scored(memory) * self.vocabulary * 12
@@ -102,13 +104,15 @@ class Machine:
     def _slots(self, running: int, asked: int | None) -> Object:
         if not self.state:
             return {}
-        snapshots = running if asked is None else asked
+        snapshots = usual_snapshots(running) if asked is None else asked
         return {"sequences": running, "snapshots": snapshots, "slot_bytes": self.state}
 
-    def _running(self, windows: list[int], left: int) -> int:
+    def _running(self, reserved: list[int], left: int) -> int:
         """Where the spec does not say."""
         running = MOST
-        while running > 8 and windows[running] > left // 2:
+        while running > 8 and reserved[running] > left // 2:
+            running //= 2
+        while running > 1 and left - reserved[running] < left // 4:
             running //= 2
         return running
 
@@ -392,6 +396,21 @@ def test_what_sets_how_many_requests_run_has_no_bound_where_windows_are_kept_for
     for each in (inputs, after):
         each["engine"] = {**each["engine"], "maxRunningRequests": 128}
     assert bounds(made, inputs, after) != Bounds(0, None)
+
+
+@pytest.mark.parametrize(("field", "value"), [("prefixSnapshots", 32), ("kvCacheDtype", "fp8")])
+def test_what_sets_how_many_requests_run_has_no_bound_where_each_has_a_state(
+    field: str, value: object
+) -> None:
+    hybrid = replace(CPU, gpu=True, state=12 << 20)
+    before = inputs_of({**GIVEN, "maxRunningRequests": None}, True)
+    made = hybrid.size(before, 2048)
+    assert made is not None
+    after = {**before, "engine": {**before["engine"], field: value}}
+    assert bounds(made, before, after) == Bounds(0, None)
+    assert not {"prefixSnapshots", "kvCacheDtype"} & set(fields(made, before, 8))
+    asked = {**after, "engine": {**after["engine"], "maxRunningRequests": made.sequences}}
+    assert bounds(made, before, asked).high is not None, "then as many run as before"
 
 
 def test_memory_of_the_host_sets_no_number_of_requests_on_a_gpu() -> None:

@@ -75,14 +75,15 @@ def candidate(
             Thresholds(0, 95),
             PASSED,
             "14136 are required (95 % of the baseline 14880 on H200); 512 sequences, none are "
-            "required; +256 requests cost 5120 KV tokens",
+            "required, as the spec changed maxRunningRequests; +256 requests cost 5120 KV tokens",
         ),
         (
             "more was lost than that",
             candidate(14_100, 512, asked=Asked(512, 64)),
             Thresholds(0, 95),
             REJECTED,
-            "36 short; 512 sequences, none are required; +256 requests cost 5120 KV tokens",
+            "36 short; 512 sequences, none are required, as the spec changed maxRunningRequests; +256 "
+            "requests cost 5120 KV tokens",
         ),
         (
             "a minimum decides over both",
@@ -96,14 +97,22 @@ def candidate(
             candidate(25_000, 128, asked=Asked(128, 64)),
             Thresholds(0, 95),
             PASSED,
-            "128 sequences, none are required; -128 requests leave 2560 more KV tokens",
+            "128 sequences, none are required, as the spec changed maxRunningRequests; -128 requests "
+            "leave 2560 more KV tokens",
         ),
         (
             "a pinned size does not grow by them",
-            candidate(20_000, 128, asked=Asked(128, 64)),
+            candidate(20_000, 128, asked=Asked(128, 64, pinned=True)),
             Thresholds(0, 95),
             PASSED,
             "19000 are required",
+        ),
+        (
+            "fewer requests hide no other loss",
+            candidate(21_000, 128, asked=Asked(128, 64)),
+            Thresholds(0, 95),
+            REJECTED,
+            "21432 are required (95 % of the baseline 22560 on H200): 432 short; 128 sequences",
         ),
         (
             "but the minimum of sequences holds",
@@ -118,6 +127,21 @@ def candidate(
             Thresholds(0, 95),
             PASSED,
             "+44 requests and -44 snapshots cost 0 KV tokens",
+        ),
+        (
+            "more requests by the server's default, as snapshots leave more",
+            candidate(15_600, 512, 32, Asked(None, 32)),
+            Thresholds(0, 95),
+            PASSED,
+            "512 sequences, 244 are required (95 % of the baseline 256 on H200); +256 requests "
+            "and -32 snapshots cost 4480 KV tokens",
+        ),
+        (
+            "fewer of them are no less a loss",
+            candidate(20_000, 128, 32, Asked(None, 32)),
+            Thresholds(0, 95),
+            REJECTED,
+            "128 sequences, 244 are required",
         ),
         (
             "snapshots alone give up no sequence",
@@ -138,7 +162,9 @@ def candidate(
 def test_both_capacities_are_held_but_for_what_the_spec_trades(
     what: str, found: Candidate, policy: Thresholds, result: GateResult, text: str
 ) -> None:
-    verdict = evaluate(found, BASELINE, policy)
+    by_default = found.asked.requests is None
+    baseline = replace(BASELINE, asked=Asked(None, 64)) if by_default else BASELINE
+    verdict = evaluate(found, baseline, policy)
     assert verdict.result is result, (what, verdict.message)
     assert text in verdict.message
     (replica,) = found.replicas
@@ -221,7 +247,7 @@ def accepted(found: Candidate) -> RevisionState:
     assert verdict.result is PASSED
     plan, limits = RolloutPlan({"b": 1}, "b", gate=verdict), thresholds(found, BASELINE, policy)
     states = {"a": STATE, "b": RevisionState()}
-    return updated(states, plan, "b", found.replicas, limits=limits)["b"]
+    return updated(states, plan, "b", found.replicas, limits=limits, asked=found.asked)["b"]
 
 
 def test_an_accepted_revision_is_the_measure_without_what_was_traded() -> None:
@@ -236,6 +262,42 @@ def test_an_accepted_revision_is_the_measure_without_what_was_traded() -> None:
     assert fewer.slots == {"H200": replace(BEFORE, sequences=128)}
     text = revision_state.to_annotations(fewer)
     assert revision_state.read({"metadata": {"annotations": text}}) == fewer
+
+
+MIXED = {"H200": BEFORE, "L4": BEFORE}
+
+
+def mixed(asked: Asked, sequences: int, tokens: int, snapshots: int = 64) -> RevisionState:
+    """Accepted by replicas on one of two GPU models with a baseline."""
+    before = replace(STATE, baseline={"H200": 20_000, "L4": 9000}, slots=MIXED)
+    measure = replace(BASELINE, tokens=before.baseline, slots=MIXED)
+    found = candidate(tokens, sequences, snapshots, asked)
+    limits = thresholds(found, measure, Thresholds(0, 95))
+    plan = RolloutPlan({"b": 1}, "b", gate=evaluate(found, measure, Thresholds(0, 95)))
+    states = {"a": before, "b": RevisionState()}
+    return updated(states, plan, "b", found.replicas, limits=limits, asked=asked)["b"]
+
+
+def test_a_gpu_model_without_a_replica_keeps_what_it_is_expected_to_have() -> None:
+    """Its tokens are without the trade, and its slots with it: changed back, both are as before."""
+    fewer = mixed(Asked(256, 0), 256, 21_280, 0)
+    assert fewer.baseline == {"H200": 21_280, "L4": 10_280}
+    assert fewer.slots == {"H200": Slots(256, 0, SLOT), "L4": Slots(256, 0, SLOT)}
+    more = mixed(Asked(300, 64), 300, 19_500)
+    assert more.baseline["L4"] == 9000 - 44 * 20
+    assert more.slots == {"H200": Slots(300, 64, SLOT), "L4": Slots(300, 64, SLOT)}
+    chosen = mixed(Asked(None, 64), 128, 22_560)
+    assert chosen.slots == {"H200": Slots(128, 64, SLOT), "L4": BEFORE}
+
+
+def test_slots_changed_back_and_forth_leave_the_baseline_as_it_was() -> None:
+    few = Asked(128, 64)
+    found = candidate(22_560, 128, asked=few)
+    limits = thresholds(found, BASELINE, Thresholds(0, 95))
+    assert limits.baseline == {"H200": 22_560}
+    between = Baseline(GROUP, EACH, dict(limits.baseline), {"H200": Slots(128, 64, SLOT)}, few)
+    back = thresholds(candidate(20_000, 256), between, Thresholds(0, 95))
+    assert back.baseline == BASELINE.tokens
 
 
 def test_the_best_sequences_are_kept_and_a_promotion_begins_anew() -> None:
@@ -272,6 +334,16 @@ def test_a_status_has_both_and_the_lesser_of_them() -> None:
     assert not {"sequences", "snapshots", "slotBytes"} & set(plain["capacity"])
     assert "sequences" not in plain["replicaSizing"][0]
     assert "prefixSnapshots" not in effective(service_state(ready_pod()))["engine"]
+
+
+def test_the_fewest_sequences_are_shown_whichever_replica_has_them() -> None:
+    """Not those of the replica with the fewest KV tokens."""
+    few, many = hybrid_pod(8192, 2, name="b"), hybrid_pod(4096, 3)
+    assert few.result is not None and many.result is not None
+    made = CapacityStatus.of([many.report, few.report])
+    assert made is not None and (made.kv_tokens, made.sequences) == (4096, 2)
+    assert made.full_length_sequences == 2
+    assert CapacityStatus.of([few.report, many.report]) == made
 
 
 def test_what_an_earlier_operator_kept_gets_its_sequences() -> None:
@@ -317,6 +389,9 @@ def test_a_spec_s_baseline_has_what_it_asked_for() -> None:
     inputs = parse({**BODY, "spec": {**BODY["spec"], "engine": engine}}).inputs
     made = baseline_of(STATE, inputs)
     assert made.asked == Asked(256, 0) and made.slots == {"H200": BEFORE}
+    assert not made.asked.pinned
+    assert Asked.of({"engine": engine, "capacity": {"kvTokens": 4096}}).pinned
+    assert not Asked.of({"engine": engine, "capacity": {"minKVTokens": 4096}}).pinned
 
 
 def printed(what: Any) -> str:

@@ -11,6 +11,7 @@ from kvline_contract.times import stamp
 from kvline_operator.api.source import source_of
 from kvline_operator.api.spec import gpus, ranks
 from kvline_operator.observe.pods import Measured
+from kvline_operator.observe.slots import Slots
 from kvline_operator.plan.gate import Baseline, ComparisonGroup
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.plan.threshold import Thresholds
@@ -20,6 +21,7 @@ from kvline_operator.store.revision_state import RevisionState, stable
 from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
 
 Object = dict[str, Any]
+UNASKED = Asked()
 
 
 def promotion_refused(state: RevisionState, measured: bool) -> str:
@@ -87,10 +89,11 @@ def updated(
     promote: str = "",
     read: bool = True,
     limits: Thresholds | None = None,
+    asked: Asked = UNASKED,
 ) -> dict[str, RevisionState]:
     """All states after this reconcile. `serving` are the ready replicas of plan.stable, all of them
     where `read`; `promote` is spec.rollout.promote; `limits` are what `wanted` was compared
-    with."""
+    with, `asked` the slots that it asks for."""
     out = dict(states)
     before = stable(states)
     if not before:
@@ -102,7 +105,8 @@ def updated(
         out[wanted] = _judged(out[wanted], plan.gate, states[before], promote == wanted)
     if plan.stable != before and serving:
         mine = limits if plan.stable == wanted else None
-        out[plan.stable] = _accepted(out[plan.stable], plan, states[before], mine)
+        kept = replace(states[before], slots=_kept(states[before], mine, asked, serving))
+        out[plan.stable] = _accepted(out[plan.stable], plan, kept, mine)
     elif serving and read and promote == plan.stable and not out[promote].promotion_used:
         out[promote] = _with_new_baseline(out[promote], serving)
     if serving:
@@ -150,9 +154,22 @@ def _accepted(
         return replace(state, accepted=accepted, baseline={}, slots=None)
     if limits is None:
         return replace(state, accepted=accepted, baseline=dict(before.baseline), slots=before.slots)
-    slots = {gpu: s for gpu, s in (before.slots or {}).items() if gpu in limits.sequences}
     baseline = dict(limits.baseline)
-    return replace(state, accepted=accepted, baseline=baseline, slots=slots or None)
+    return replace(state, accepted=accepted, baseline=baseline, slots=before.slots)
+
+
+def _kept(
+    before: RevisionState, limits: Thresholds | None, asked: Asked, serving: tuple[Measured, ...]
+) -> dict[str, Slots] | None:
+    """The slots that an accepted revision inherits: as its spec asks for, since its tokens are
+    without what these cost. Sequences that were not compared are those that a replica has now."""
+    if limits is None:
+        return before.slots
+    now = {m.gpu for m in serving}
+    known = (before.slots or {}).items()
+    return {
+        gpu: asked.expected(s) for gpu, s in known if gpu in limits.sequences or gpu not in now
+    } or None
 
 
 def _with_new_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:

@@ -41,13 +41,15 @@ WITHOUT_EFFECT = {
 }
 # Lowered, they leave memory to the KV cache; raised, they take some.
 LIMITS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
-# By these a server sets how many requests run where windows are reserved for them, and the spec
-# does not say.
+# By these a server sets how many requests run where windows or states are reserved for them, and
+# the spec does not say.
 SETS_RUNNING = (
     "resources.memory",
     "capacity.headroomMiB",
     "engine.maxModelLen",
     "engine.maxPrefillTokens",
+    "engine.kvCacheDtype",
+    "engine.prefixSnapshots",
 )
 
 
@@ -88,7 +90,10 @@ def bounds(measured: CapacityStatus, before: Object, after: Object) -> Bounds:
     changed = _changed(before, after)
     pinned = (after.get("capacity") or {}).get("kvTokens")
     changed.pop("capacity.kvTokens", None)
-    effects = [_effect(path, *values, measured, before) for path, values in changed.items()]
+    if _has_fixed_cost(measured) and any(_sets_running(path, before, after) for path in changed):
+        effects = [UNKNOWN]
+    else:
+        effects = [_effect(path, *values, measured, before) for path, values in changed.items()]
     found = _with(measured, effects)
     if pinned is None:
         return found
@@ -131,8 +136,6 @@ def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Obj
     resources = before.get("resources") or {}
     if path in WITHOUT_EFFECT:
         return Effect()
-    if _sets_running(path, measured, before):
-        return UNKNOWN
     if path == "engine.maxRunningRequests" and old is None:
         old = measured.sequences  # the server's default, where slots are reserved for them
     if path == "engine.prefixSnapshots" and measured.snapshots is not None:
@@ -186,11 +189,29 @@ def _slots(fewer: int, measured: CapacityStatus) -> int:
     return fewer * (measured.slot_bytes or 0)
 
 
-def _sets_running(path: str, measured: CapacityStatus, before: Object) -> bool:
-    """Whether another number of requests may run, and so other windows be reserved."""
-    asked = (before.get("engine") or {}).get("maxRunningRequests")
+def as_many_run(before: Object, after: Object) -> bool:
+    """Whether the server's choice of how many requests run stays, of a model that has a fixed cost
+    for each of them; also where the spec says."""
+    changed = _changed(before, after)
+    chosen = "engine.maxRunningRequests" in changed and _running(after) is None
+    return not chosen and not any(_sets_running(path, before, after) for path in changed)
+
+
+def _running(inputs: Object) -> Any:
+    """As the spec has it; None: the server chooses."""
+    return (inputs.get("engine") or {}).get("maxRunningRequests")
+
+
+def _sets_running(path: str, before: Object, after: Object) -> bool:
+    """Whether by this another number of requests may run, and so other windows and states be
+    reserved."""
     of_host = path == "resources.memory" and gpus(before.get("resources") or {})
-    return asked is None and path in SETS_RUNNING and not of_host and _frees_windows(measured)
+    return _running(after) is None and path in SETS_RUNNING and not of_host
+
+
+def _has_fixed_cost(measured: CapacityStatus) -> bool:
+    """Whether something is reserved for each request that may run."""
+    return _frees_windows(measured) or measured.sequences is not None
 
 
 def _frees_windows(measured: CapacityStatus) -> bool:
@@ -228,7 +249,8 @@ def estimates(
         exact = not _bytes(measured, CLIENTS, WINDOWS)
         tokens = measured.kv_tokens * ratio if exact else most or 0
         bound = "" if exact else "AtMost"
-        out.append(Estimate("spec.engine.kvCacheDtype", "fp8", tokens, bound))
+        if most is not None:
+            out.append(Estimate("spec.engine.kvCacheDtype", "fp8", tokens, bound))
     if running and running > 1:
         now = _with_field(inputs, "engine", "maxRunningRequests", running)
         half = _with_field(inputs, "engine", "maxRunningRequests", running // 2)

@@ -85,12 +85,14 @@ def thresholds(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> 
     has, but for what the spec itself trades."""
     if candidate.promoted or incomparable(candidate, baseline):
         return Thresholds(policy.minimum, min_sequences=policy.min_sequences)
-    costs = {gpu: max(0, trade.tokens) for gpu, trade in trades(candidate, baseline).items()}
-    # More tokens than the baseline's are not asked of fewer slots: a pinned size stays what it is.
+    # A pinned size does not grow by the memory that fewer slots leave.
+    pinned, traded = candidate.asked.pinned, trades(candidate, baseline)
+    costs = {gpu: max(0, t.tokens) if pinned else t.tokens for gpu, t in traded.items()}
     tokens = {gpu: max(1, best - costs.get(gpu, 0)) for gpu, best in baseline.tokens.items()}
     kept = candidate.asked.requests == baseline.asked.requests
     sequences = {gpu: slots.sequences for gpu, slots in baseline.slots.items() if kept}
-    return replace(policy, baseline=tokens, sequences=sequences)
+    why = "" if kept or not baseline.slots else "as the spec changed maxRunningRequests"
+    return replace(policy, baseline=tokens, sequences=sequences, given_up=why)
 
 
 def trades(candidate: Candidate, baseline: Baseline) -> dict[str, Trade]:

@@ -108,7 +108,8 @@ class RolloutState:
             plan = rollout.plan(situation, spec.rollout)
         ready = serving.get(plan.stable, ())
         promote, read = spec.rollout.promote, plan.stable not in unread
-        after = acceptance.updated(states, plan, wanted, ready, promote, read, limits)
+        asked = Asked.of(spec.inputs)
+        after = acceptance.updated(states, plan, wanted, ready, promote, read, limits, asked)
         after = deadline.updated(after, plan, situation, policy, time)
         served = [p.report for p in observed.pods if p.ready and p.revision == plan.stable]
         capacity = CapacityStatus.of(served)

@@ -9,7 +9,7 @@ layers keep recurrent states, and no other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from kvline_contract.codec import MAX_KEY
@@ -22,9 +22,16 @@ TOKENS, SEQUENCES = "KV tokens", "sequences"
 @dataclass(frozen=True, slots=True)
 class Threshold:
     least: int  # 0: none
-    source: str
+    source: str  # where there is none: why, or empty
     baseline: int = 0  # that `least` is a percentage of; 0: none
     by_minimum: bool = False
+
+    def text(self, verb: str = "required", grouped: bool = False) -> str:
+        """`grouped`: with commas in numbers."""
+        if not self.least:
+            return f"none are {verb}" + (f", {self.source}" if self.source else "")
+        least = f"{self.least:,}" if grouped else str(self.least)
+        return f"{least} are {verb} ({self.source})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +47,7 @@ class Judged:
         return max(0, self.limit.least - self.measured)
 
     def text(self, verb: str = "required") -> str:
-        made = f"{self.measured} {self.unit}"
-        if not self.limit.least:
-            return f"{made}, none are {verb}"
-        made += f", {self.limit.least} are {verb} ({self.limit.source})"
+        made = f"{self.measured} {self.unit}, {self.limit.text(verb)}"
         return f"{made}: {self.short} short" if self.short else made
 
 
@@ -67,13 +71,15 @@ class Thresholds:
     baseline: Mapping[str, int] = field(default_factory=dict)  # tokens by GPU model
     min_sequences: int = 0  # spec.capacity.minSequences
     sequences: Mapping[str, int] = field(default_factory=dict)  # baseline by GPU model
+    given_up: str = ""  # why sequences are compared with no baseline
 
     def of(self, gpu: str) -> Threshold:
         """Of KV tokens, of a replica on this GPU model; empty for a CPU."""
         return self._of(gpu, self.baseline, self.minimum, "minKVTokens")
 
     def of_sequences(self, gpu: str) -> Threshold:
-        return self._of(gpu, self.sequences, self.min_sequences, "minSequences")
+        found = self._of(gpu, self.sequences, self.min_sequences, "minSequences")
+        return found if found.least else replace(found, source=self.given_up)
 
     def judged(self, replica: Sized) -> tuple[Judged, ...]:
         """KV tokens, and sequences of a model that they bound."""

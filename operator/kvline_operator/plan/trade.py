@@ -6,7 +6,7 @@ asked for by the spec, and no more: the gate takes it from the baseline.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvline_contract.counts import counted
@@ -20,15 +20,18 @@ class Asked:
 
     requests: int | None = None  # spec.engine.maxRunningRequests
     snapshots: int | None = None  # spec.engine.prefixSnapshots
+    # By spec.capacity.kvTokens; no part of what is traded.
+    pinned: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, inputs: dict[str, Any]) -> Asked:
-        engine = inputs.get("engine") or {}
-        return cls(engine.get("maxRunningRequests"), engine.get("prefixSnapshots"))
+        engine, capacity = inputs.get("engine") or {}, inputs.get("capacity") or {}
+        pinned = capacity.get("kvTokens") is not None
+        return cls(engine.get("maxRunningRequests"), engine.get("prefixSnapshots"), pinned)
 
     def expected(self, before: Slots) -> Slots:
-        """What a replica will have that is not measured yet. The server's default of requests
-        stays as it was."""
+        """What a replica will have that is not measured yet. The server's default of requests is
+        taken as it was; forecast.as_many_run says whether it is."""
         requests, snapshots = self.requests or before.sequences, self.snapshots
         if snapshots is None:
             snapshots = usual_snapshots(requests)
@@ -44,8 +47,10 @@ class Trade:
     @classmethod
     def of(cls, before: Slots, now: Slots, old: Asked, new: Asked, token_bytes: int) -> Trade:
         """A number that the spec has not changed is no part of it; a default may follow the
-        other."""
-        requests = now.sequences - before.sequences if new.requests != old.requests else 0
+        other: of both what the server chooses by what is left."""
+        chosen = new.requests is None and new != old
+        requests = now.sequences - before.sequences
+        requests = requests if chosen or new.requests != old.requests else 0
         snapshots = now.snapshots - before.snapshots if new != old else 0
         cost = (requests + snapshots) * now.slot_bytes
         return cls(requests, snapshots, round(cost / max(1, token_bytes)))

@@ -51,7 +51,8 @@ class RankMemory:
 
 @document
 class CapacityStatus:
-    """Figures of the ready replica with the fewest KV tokens, and of its binding rank."""
+    """Figures of the ready replica with the fewest KV tokens, and of its binding rank; of sequences
+    the fewest that a replica has."""
 
     kv_tokens: int = field("kvTokens", low=1)
     kv_tokens_total: int = field("kvTokensTotal")
@@ -110,7 +111,8 @@ class CapacityStatus:
             return None
         report, result = min(sized, key=lambda pair: pair[1].kv_tokens)
         tokens = [r.kv_tokens for _, r in sized]
-        effective = report.effective
+        held = [r.sequences(rep.effective.max_model_len) for rep, r in sized if rep.effective]
+        slots = [r.state_slots for _, r in sized if r.state_slots is not None]
         return cls(
             kv_tokens=result.kv_tokens,
             kv_tokens_total=sum(tokens),
@@ -122,14 +124,12 @@ class CapacityStatus:
             source=result.source,
             fingerprint=result.fingerprint,
             provenance=report.provenance,
-            full_length_sequences=(
-                result.sequences(effective.max_model_len) if effective else None
-            ),
+            full_length_sequences=min(held, default=None),
             cache_dtype=result.cache_dtype,
             ranks=ranks(result) or None,
             binding_rank=result.binding_rank if len(result.ranks) > 1 else None,
             full_bytes_per_token=result.full_bytes_per_token,
-            sequences=result.state_slots,
+            sequences=min(slots, default=None),
             snapshots=result.snapshots,
             slot_bytes=result.slot_bytes,
         )

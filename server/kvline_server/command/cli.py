@@ -147,8 +147,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-snapshots",
         type=int,
-        help="prefixes whose recurrent state is kept, of a model that has such layers; default: as "
-        "many as run",
+        help="prefixes whose recurrent state is kept, of a model that has such layers; default: "
+        "twice --max-running-requests, at most 64",
     )
     parser.add_argument(
         "--kv-cache-dtype",
