@@ -95,7 +95,7 @@ def service_state(*pods: PodView, spec: dict[str, Any] | None = None, **more: An
     more.setdefault("plan", RolloutPlan({"aaaaa": 1}, "aaaaa"))
     more.setdefault("phases", {more["plan"].stable: Phase.ACCEPTED})
     spec_ = parse(body)
-    more.setdefault("limits", Thresholds(spec_.min_kv_tokens, 0, {}, spec_.min_sequences))
+    more.setdefault("limits", Thresholds.minimums(spec_.min_kv_tokens, spec_.min_sequences))
     return ServiceState(spec_, pods=pods, **more)
 
 

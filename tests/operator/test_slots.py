@@ -82,8 +82,8 @@ def candidate(
             candidate(14_100, 512, asked=Asked(512, 64)),
             Thresholds(0, 95),
             REJECTED,
-            "36 short; 512 sequences, none are required, as the spec changed maxRunningRequests; +256 "
-            "requests cost 5120 KV tokens",
+            "36 short; 512 sequences, none are required, as the spec changed maxRunningRequests; "
+            "+256 requests cost 5120 KV tokens",
         ),
         (
             "a minimum decides over both",
@@ -97,8 +97,8 @@ def candidate(
             candidate(25_000, 128, asked=Asked(128, 64)),
             Thresholds(0, 95),
             PASSED,
-            "128 sequences, none are required, as the spec changed maxRunningRequests; -128 requests "
-            "leave 2560 more KV tokens",
+            "128 sequences, none are required, as the spec changed maxRunningRequests; "
+            "-128 requests leave 2560 more KV tokens",
         ),
         (
             "a pinned size does not grow by them",
@@ -117,7 +117,7 @@ def candidate(
         (
             "but the minimum of sequences holds",
             candidate(25_000, 128, asked=Asked(128, 64)),
-            Thresholds(0, 95, {}, 200),
+            Thresholds(0, 95, min_sequences=200),
             REJECTED,
             "128 sequences, 200 are required (spec.capacity.minSequences): 72 short",
         ),
@@ -153,7 +153,7 @@ def candidate(
         (
             "a server that keeps no state any more",
             candidate(19_000, None),
-            Thresholds(0, 95, {}, 300),
+            Thresholds(0, 95, min_sequences=300),
             PASSED,
             "sequences are not bounded: no layer of it keeps a recurrent state",
         ),
@@ -182,7 +182,7 @@ def test_a_baseline_without_sequences_is_compared_in_tokens_alone() -> None:
         verdict.message
     )
     assert evaluate(candidate(18_999, 8), before, Thresholds(0, 95)).result is REJECTED
-    few = evaluate(candidate(19_000, 8), before, Thresholds(0, 95, {}, 9))
+    few = evaluate(candidate(19_000, 8), before, Thresholds(0, 95, min_sequences=9))
     assert few.result is REJECTED and "spec.capacity.minSequences): 1 short" in few.message
 
 
@@ -190,7 +190,7 @@ def test_another_model_is_compared_in_neither() -> None:
     other = replace(candidate(9, 8), group=ComparisonGroup("hf://org/other", 1))
     assert evaluate(other, BASELINE, Thresholds(0, 95)).result is HELD
     assert evaluate(other, BASELINE, Thresholds(9, 95)).result is PASSED
-    few = evaluate(other, BASELINE, Thresholds(9, 95, {}, 9))
+    few = evaluate(other, BASELINE, Thresholds(9, 95, min_sequences=9))
     assert few.result is REJECTED and few.sequences == Sequences(8, 9, 0)
 
 
@@ -227,7 +227,7 @@ def test_a_trade_is_what_the_spec_changed_and_nothing_else(
 def test_the_gate_file_keeps_out_what_the_verdict_rejects(
     tokens: int, sequences: int, minimum: int, few: int
 ) -> None:
-    found, policy = candidate(tokens, sequences), Thresholds(minimum, 95, {}, few)
+    found, policy = candidate(tokens, sequences), Thresholds(minimum, 95, min_sequences=few)
     verdict = evaluate(found, BASELINE, policy)
     gate = thresholds(found, BASELINE, policy).gate(True)
     pod = hybrid_pod(tokens, sequences)
@@ -314,11 +314,11 @@ def test_the_best_sequences_are_kept_and_a_promotion_begins_anew() -> None:
 
 
 def test_a_rejection_for_sequences_counts_by_the_policy_of_today() -> None:
-    verdict = evaluate(candidate(25_000, 192), BASELINE, Thresholds(0, 95, {}, 200))
+    verdict = evaluate(candidate(25_000, 192), BASELINE, Thresholds(0, 95, min_sequences=200))
     state = RevisionState(verdict=StoredVerdict.of(verdict, 3))
-    for policy in (Thresholds(0, 95), Thresholds(0, 0, {}, 193)):
+    for policy in (Thresholds(0, 95), Thresholds(min_sequences=193)):
         assert current_verdict(state, STATE, policy) is not None
-    for policy in (Thresholds(0, 75), Thresholds(0, 0, {}, 192)):
+    for policy in (Thresholds(0, 75), Thresholds(min_sequences=192)):
         assert current_verdict(state, STATE, policy) is None
 
 
@@ -364,8 +364,8 @@ def test_too_few_sequences_are_named_with_what_to_raise() -> None:
         "measured 8 sequences, 9 are required (spec.capacity.minSequences): 1 short, it takes no "
         "traffic; lower that, or raise spec.engine.maxRunningRequests"
     )
-    assert status.replica_state(few, Thresholds(0, 0, {}, 9)) == "BelowMinimum"
-    assert status.replica_state(few, Thresholds(0, 0, {}, 8)) == "GateClosed"
+    assert status.replica_state(few, Thresholds(min_sequences=9)) == "BelowMinimum"
+    assert status.replica_state(few, Thresholds(min_sequences=8)) == "GateClosed"
     enough = by_type(service_state(hybrid_pod(4096, 9), spec=spec))["CapacitySufficient"]
     assert enough.message.endswith("; 9 sequences, 9 are required (spec.capacity.minSequences)")
     plain = by_type(service_state(ready_pod(), spec=spec))["CapacitySufficient"]

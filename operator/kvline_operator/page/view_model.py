@@ -251,7 +251,7 @@ def gate(verdict: Object | None) -> Gate | None:
 def replicas(view: View, now: datetime) -> tuple[Replica, ...]:
     most = max([1, *(p.kv_tokens or 0 for p in view.pods)])
     asked = view.spec.get("capacity") or {}
-    minimums = Thresholds(asked.get("minKVTokens", 0), 0, {}, asked.get("minSequences", 0))
+    minimums = Thresholds.minimums(asked.get("minKVTokens", 0), asked.get("minSequences", 0))
     ordered = sorted(view.pods, key=lambda p: (p.revision, p.name))
     return tuple(_replica(pod, minimums, most, now) for pod in ordered)
 

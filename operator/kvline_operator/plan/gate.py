@@ -84,7 +84,7 @@ def thresholds(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> 
     """The KV tokens and sequences that each replica of a candidate must have: what the baseline
     has, but for what the spec itself trades."""
     if candidate.promoted or incomparable(candidate, baseline):
-        return Thresholds(policy.minimum, min_sequences=policy.min_sequences)
+        return Thresholds.minimums(policy.minimum, policy.min_sequences)
     # A pinned size does not grow by the memory that fewer slots leave.
     pinned, traded = candidate.asked.pinned, trades(candidate, baseline)
     costs = {gpu: max(0, t.tokens) if pinned else t.tokens for gpu, t in traded.items()}

@@ -23,8 +23,12 @@ class Policy:
 
     @classmethod
     def of(cls, spec: ServiceSpec) -> Policy:
-        percent, sequences = spec.rollout.min_capacity_percent, spec.min_sequences
-        return cls(Thresholds(spec.min_kv_tokens, percent, {}, sequences), spec.policy)
+        limits = Thresholds(
+            minimum=spec.min_kv_tokens,
+            percent=spec.rollout.min_capacity_percent,
+            min_sequences=spec.min_sequences,
+        )
+        return cls(limits, spec.policy)
 
 
 def phase(

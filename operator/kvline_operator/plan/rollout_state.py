@@ -58,7 +58,7 @@ class RolloutState:
         better than none."""
         if self.limits is not None and name in (self.plan.candidate, self.plan.rejected):
             return self.limits
-        return Thresholds(spec.min_kv_tokens, min_sequences=spec.min_sequences)
+        return Thresholds.minimums(spec.min_kv_tokens, spec.min_sequences)
 
     def is_open(self, name: str) -> bool:
         """Whether the gate of a revision is. It stays open while replicas are ready, because

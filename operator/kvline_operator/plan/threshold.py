@@ -73,6 +73,11 @@ class Thresholds:
     sequences: Mapping[str, int] = field(default_factory=dict)  # baseline by GPU model
     given_up: str = ""  # why sequences are compared with no baseline
 
+    @classmethod
+    def minimums(cls, tokens: int, sequences: int) -> Thresholds:
+        """Of spec.capacity alone, without a baseline."""
+        return cls(minimum=tokens, min_sequences=sequences)
+
     def of(self, gpu: str) -> Threshold:
         """Of KV tokens, of a replica on this GPU model; empty for a CPU."""
         return self._of(gpu, self.baseline, self.minimum, "minKVTokens")

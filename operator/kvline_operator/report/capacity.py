@@ -153,7 +153,7 @@ def _below_baseline(state: ServiceState) -> str:
     percent = state.spec.rollout.min_capacity_percent
     kept = state.stable_state
     sequences = {gpu: slots.sequences for gpu, slots in (kept.slots or {}).items()}
-    expected = Thresholds(0, percent, kept.baseline, 0, sequences)
+    expected = Thresholds(percent=percent, baseline=kept.baseline, sequences=sequences)
     sized = [(p, m) for p in state.stable if (m := p.measured) is not None]
     below = [(p, m) for p, m in sized if expected.short(m)]
     if not below:

@@ -302,7 +302,8 @@ def _failure(pod: PodView) -> Termination | None:
 def replica_sizing(state: ServiceState) -> list[Object]:
     """At most 16 replicas: those that are not ready first, then by tokens."""
     ordered = sorted(state.pods, key=lambda p: (p.ready, p.kv_tokens or 0, p.name))
-    out, minimums = [], Thresholds(state.spec.min_kv_tokens, 0, {}, state.spec.min_sequences)
+    minimums = Thresholds.minimums(state.spec.min_kv_tokens, state.spec.min_sequences)
+    out = []
     for pod in ordered[:MAX_REPLICA_SIZING]:
         item: Object = {"pod": pod.name, "state": replica_state(pod, minimums)}
         if pod.node:
