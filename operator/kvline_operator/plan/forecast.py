@@ -216,7 +216,8 @@ def _has_fixed_cost(measured: CapacityStatus) -> bool:
 
 def _frees_windows(measured: CapacityStatus) -> bool:
     """Whether some layers keep windows beside the KV cache of the others."""
-    return measured.compared_bytes != measured.bytes_per_token
+    full = measured.full_bytes_per_token
+    return full is not None and full != measured.bytes_per_token
 
 
 def _of_memory(old: str, new: str, measured: CapacityStatus, resources: Object) -> Effect:

@@ -234,8 +234,9 @@ def _serve(pods: tuple[PodView, ...]) -> str:
 def ready(state: ServiceState, others: list[Condition]) -> Condition:
     kind = "Ready"
     if state.serving:
-        tokens = sum(p.kv_tokens or 0 for p in state.serving)
-        slots = sum(p.result.state_slots or 0 for p in state.serving if p.result is not None)
+        sizes = [p.result for p in state.serving if p.result is not None]
+        tokens = sum(size.kv_tokens for size in sizes)
+        slots = sum(size.state_slots or 0 for size in sizes)
         at_once = f", {counted(slots, 'sequence')} at once" if slots else ""
         text = f"{_serve(state.serving)} {tokens} KV tokens{at_once}"
         return Condition(kind, "True", "Serving", text)
