@@ -38,9 +38,9 @@ class Held:
 
 
 class InPlace(TorchRecurrent):
-    captures = True
-
-    def plan_in_place(self, slots: torch.Tensor, sources: torch.Tensor) -> Held:
+    def plan_in_place(  # type: ignore[override]
+        self, slots: torch.Tensor, sources: torch.Tensor
+    ) -> Held:
         return Held(slots, sources)
 
     def delta_rule(self, *words: Any) -> torch.Tensor:

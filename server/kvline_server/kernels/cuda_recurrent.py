@@ -33,8 +33,6 @@ class Plan:
 
 
 class CudaRecurrent(Recurrent):
-    captures = True
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._spans: dict[int, torch.Tensor] = {}

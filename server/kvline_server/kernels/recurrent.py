@@ -10,6 +10,7 @@ reach the results. Sequences are planned once a step, in host memory, and its la
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +88,12 @@ class Scan:
 
 
 class Recurrent(ABC):
-    captures = False  # whether a graph can have its kernels
-
-    def plan_in_place(self, slots: torch.Tensor, sources: torch.Tensor) -> Any:
-        """As `plan`, of decodes in a captured graph, which reads what these have when it runs; with
-        the slot DUMMY where a row is padding. slots, sources int64 [rows], on the device"""
-        raise NotImplementedError
+    @property
+    @abstractmethod
+    def plan_in_place(self) -> Callable[[torch.Tensor, torch.Tensor], Any] | None:
+        """As `plan`, of decodes in a captured graph, which reads slots and sources when it runs,
+        the slot DUMMY where a row is padding. Both int64 [rows], on the device. None: nothing is
+        captured."""
 
     @abstractmethod
     def plan(self, sequences: Sequences) -> Any:

@@ -126,6 +126,8 @@ class Plan:
 
 
 class TorchRecurrent(Recurrent):
+    plan_in_place = None  # nothing is captured
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

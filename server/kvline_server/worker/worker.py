@@ -100,7 +100,7 @@ class Worker:
         sequences of up to `longest` tokens; the arena must have a page. Raises as launch does."""
         plan, last = self.kernels.attention.plan_in_place, self.last_tokens
         decodes, hybrid = self.decode_rows, self.decoder.config.recurrent is not None
-        if plan is None or (hybrid and not self.kernels.recurrent.captures):
+        if plan is None or (hybrid and self.kernels.recurrent.plan_in_place is None):
             return False
         with device_errors.translated("capture"):
             self.graphs = Graphs(self.decoder, plan, self.arena, last, decodes, max_rows, longest)

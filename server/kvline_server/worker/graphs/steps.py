@@ -184,8 +184,9 @@ class WholeSteps:
                     ones = np.ones(rows, dtype=np.int32)
                     plans.append(self._plan(index, starts, starts, ones))
                 if self.decoder.config.recurrent is not None:
-                    slots = self.device.written[:rows], self.device.read[:rows]
-                    plans.append(self.decoder.kernels.recurrent.plan_in_place(*slots))
+                    plan = self.decoder.kernels.recurrent.plan_in_place
+                    assert plan is not None, "without it the worker captures nothing"
+                    plans.append(plan(self.device.written[:rows], self.device.read[:rows]))
                 self._run(rows, memories, plans)
                 piece = partial(self._run, rows, memories, plans)
                 (self._graphs[rows],) = self._pool.capture([piece])
