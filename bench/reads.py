@@ -13,7 +13,7 @@ from workloads import WORKLOADS
 
 from kvline_server.model import hybrid
 from kvline_server.model.config import Experts, ModelConfig
-from kvline_server.model.decoder import cache_groups
+from kvline_server.model.decoder import cache_groups, state_shapes
 from kvline_server.model.sequence import Kind
 
 BANDWIDTH = 4.2e12  # bytes per second that a copy reaches on an H200
@@ -76,6 +76,6 @@ def hybrid_ms(shape: ModelConfig, at_once: int, context: int) -> float:
     elements = sum(each[block.kind] for block in shape.blocks) + shape.vocabulary * shape.hidden
     kept = 2 * shape.kv_heads * shape.head_dim * len(shape.attentions)
     elements += at_once * context * kept
-    recurrent = len(shape.mixers) - len(shape.attentions)
-    states = 2 * at_once * recurrent * hybrid.slot_bytes(rule, 2, 4)
+    each_state = (one.nbytes(torch.bfloat16, torch.float32) for one in state_shapes(shape))
+    states = 2 * at_once * sum(each_state)
     return 1e3 * (elements * torch.bfloat16.itemsize + states) / peers.GPUS / BANDWIDTH

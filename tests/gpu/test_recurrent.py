@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from float64_recurrent import expected
+from float64_recurrent import Step, expected, sequences
 
 from kvline_server.kernels.cuda_recurrent import CudaRecurrent
 from kvline_server.kernels.projection import Norm
@@ -22,8 +22,6 @@ from kvline_server.kernels.recurrent import (
     Decay,
     DeltaRule,
     Scan,
-    Sequences,
-    Snapshots,
     States,
 )
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
@@ -33,7 +31,6 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (1, 3, 4, 8, 9, 16, 17, 63, 64, 65, 130)  # around convolution, tiles and chunks
 NAN, SLOTS, PAD = float("nan"), 16, 16
 OFF = 6e-3  # of outputs and states: operands of GEMMs are in bfloat16
-Step = tuple[int, int, int]  # a sequence's rows, its slot, and the one that is read
 
 
 def spread(count: int) -> torch.Tensor:
@@ -56,15 +53,6 @@ def scan() -> Scan:
     made = Convolution(bf16(channels, 4) / 2, bf16(channels))
     skip = torch.randn(8, device="cuda")
     return Scan(8, 64, 2, 128, made, Decay(spread(8), spread(8)), skip)
-
-
-def sequences(steps: Sequence[Step], kept: Sequence[tuple[int, int, int]] = ()) -> Sequences:
-    """`kept` are snapshots: of which sequence, behind which row, in which slot."""
-    counts, slots, sources = zip(*steps, strict=True)
-    columns = np.array(kept, np.int64).reshape(-1, 3).T
-    starts = np.cumsum((0, *counts)).astype(np.int32)
-    snapshots = Snapshots(*columns) if kept else None
-    return Sequences(starts, np.array(slots), np.array(sources), snapshots)
 
 
 @dataclass

@@ -1,10 +1,21 @@
-"""Recurrent layers in float64, one row after the other: the oracle of the tests of all backends."""
+"""Recurrent layers in float64, one row after the other: the oracle of the tests of all backends;
+and the sequences of their steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
-from kvline_server.kernels.recurrent import Convolution, DeltaRule, Scan
+from kvline_server.kernels.recurrent import (
+    DUMMY,
+    Convolution,
+    DeltaRule,
+    Scan,
+    Sequences,
+    Snapshots,
+)
 
 
 def expected(
@@ -79,3 +90,23 @@ def _scan(mixed: torch.Tensor, dt: torch.Tensor, layer: Scan) -> tuple[torch.Ten
 def _decays(x: torch.Tensor, layer: DeltaRule | Scan) -> tuple[torch.Tensor, torch.Tensor]:
     delta = torch.nn.functional.softplus(x + layer.decay.dt_bias.double())
     return delta, (-layer.decay.a_log.double().exp() * delta).exp()
+
+
+# A sequence's rows, its slot, and whether that is read, or which.
+Step = tuple[int, int, bool | int]
+
+
+def sequences(steps: Sequence[Step], kept: Sequence[tuple[int, int, int]] = ()) -> Sequences:
+    """`kept` are snapshots: of which sequence, behind which row, in which slot."""
+    counts, slots, read = zip(*steps, strict=True)
+    sources = [
+        (slot if one else DUMMY) if isinstance(one, bool) else one
+        for slot, one in zip(slots, read, strict=True)
+    ]
+    columns = np.array(kept, np.int64).reshape(-1, 3).T
+    return Sequences(
+        np.cumsum((0, *counts)).astype(np.int32),
+        np.array(slots),
+        np.array(sources),
+        Snapshots(*columns) if kept else None,
+    )

@@ -26,6 +26,7 @@ from kvline_server.kernels.projection import Join, Operand
 from kvline_server.kernels.recurrent import DUMMY, Sequences, States
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
+from kvline_server.memory.state_shape import StateShape
 from kvline_server.model import hybrid
 from kvline_server.model.config import Norms
 from kvline_server.model.delta_rule import DeltaRule
@@ -337,8 +338,10 @@ def test_a_state_has_the_bytes_that_its_sizes_say(
     sizes: hybrid.DeltaRule | hybrid.Mamba2, layers: int, size: int
 ) -> None:
     """Inputs in bfloat16, matrices in float32. What ranks share adds up, but for one group's."""
-    assert layers * hybrid.slot_bytes(sizes, 2, 4) == size
-    shares = 4 * layers * hybrid.slot_bytes(sizes.share(4), 2, 4)
+    whole, share = (StateShape(each.inputs, each.matrices) for each in (sizes, sizes.share(4)))
+    dtypes = torch.bfloat16, torch.float32
+    assert layers * whole.nbytes(*dtypes) == size
+    shares = 4 * layers * share.nbytes(*dtypes)
     one_group = isinstance(sizes, hybrid.Mamba2) and sizes.groups == 1
     assert shares - size == (3 * layers * 3 * 2 * 128 * 2 if one_group else 0)
 

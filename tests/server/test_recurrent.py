@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from float64_recurrent import expected
+from float64_recurrent import Step, expected, sequences
 
 from kvline_server.kernels import torch_recurrent
 from kvline_server.kernels.projection import Norm
@@ -23,8 +23,6 @@ from kvline_server.kernels.recurrent import (
     Decay,
     DeltaRule,
     Scan,
-    Sequences,
-    Snapshots,
     States,
 )
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
@@ -50,26 +48,6 @@ def scan() -> Scan:
     channels = 6 * 8 + 2 * 2 * 20
     made = Convolution(torch.randn(channels, 4) / 2, torch.randn(channels))
     return Scan(6, 8, 2, 20, made, Decay(spread(6), spread(6)), torch.randn(6))
-
-
-# A sequence's rows, its slot, and whether that is read, or which.
-Step = tuple[int, int, bool | int]
-
-
-def sequences(steps: Sequence[Step], kept: Sequence[tuple[int, int, int]] = ()) -> Sequences:
-    """`kept` are snapshots: of which sequence, behind which row, in which slot."""
-    counts, slots, read = zip(*steps, strict=True)
-    sources = [
-        (slot if one else DUMMY) if isinstance(one, bool) else one
-        for slot, one in zip(slots, read, strict=True)
-    ]
-    columns = np.array(kept, np.int64).reshape(-1, 3).T
-    return Sequences(
-        np.cumsum((0, *counts)).astype(np.int32),
-        np.array(slots),
-        np.array(sources),
-        Snapshots(*columns) if kept else None,
-    )
 
 
 @dataclass

@@ -166,7 +166,8 @@ class Scheduler:
             first, full = sequence.confirmed // PAGE_SIZE, tokens // PAGE_SIZE
             if full > first:
                 self.caches.confirm(sequence.table, first, full)
-            self.caches.confirm_states(sequence.table, tokens)
+            if self.caches.states is not None:
+                self.caches.confirm_states(sequence.table, tokens)
             sequence.confirmed = tokens
 
     def fail(self, sequence: Sequence) -> None:

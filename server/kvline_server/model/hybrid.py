@@ -129,11 +129,6 @@ def recurs(kinds: tuple[tuple[Kind, ...], ...]) -> bool:
     return any(Kind.RECURRENT in own for own in kinds)
 
 
-def slot_bytes(recurrent: DeltaRule | Mamba2, inputs: int, matrices: int) -> int:
-    """Of a sequence's state in one layer, of elements of so many bytes each."""
-    return math.prod(recurrent.inputs) * inputs + math.prod(recurrent.matrices) * matrices
-
-
 def delta_rule(fields: Fields, by_key_head: bool) -> DeltaRule:
     """With the defaults of Qwen3-Next's and Qwen3.5's classes."""
     keys = fields.integer("linear_num_key_heads", 16)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from kvline_server.engine.speculation import decode_rows
 from kvline_server.kernels.recurrent import CHUNK
+from kvline_server.kernels.tiles import SMALL
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
-FEW = 17  # rows of the shortest prompt that a GPU computes by chunks (kernels/tiles)
+FEW = 1 + SMALL  # rows of the shortest prompt that a GPU computes by chunks
 
 
 class Span(NamedTuple):
