@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import busy
+import left
 import msgspec
 import peers
 import pool
@@ -186,7 +187,7 @@ def run() -> None:
     for name, cache in itertools.product(models(), CACHES):
         engine, result = start(name, cache=cache)
         of = label(name, cache)
-        print(f"{of}: {result}", flush=True)
+        print(f"{of}: {result}", left.line(of, result), sep="\n", flush=True)
         rows += sizes(of, result)
         rates = speeds(engine, name, only, rounds)
         rows += kept(of, rates)
