@@ -300,7 +300,6 @@ POSITIONS = 1300  # more than the models' own lengths
 def ours(model: ModelConfig) -> dict[str, Any]:
     ropes = [model.rope_of(layer) for layer in model.attentions.values()]
     tables = {rope: cos_sin(rope, model.head_dim, POSITIONS) for rope in set(ropes)}
-    pairs = {rope: (rope.rotary_dim or model.head_dim) // 2 for rope in tables}
     experts, granite = model.experts, model.architecture.startswith("Granite")
     ropes = ropes if model.rotates else []
     return {
@@ -321,8 +320,8 @@ def ours(model: ModelConfig) -> dict[str, Any]:
         "chosen": experts.chosen if experts else None,
         "renormalised": experts.renormalise if experts else False,
         "eos": model.eos_token_ids,
-        "cosines": [tables[rope][0][:, : pairs[rope]] for rope in ropes],
-        "sines": [tables[rope][1][:, : pairs[rope]] for rope in ropes],
+        "cosines": [tables[rope][0] for rope in ropes],
+        "sines": [tables[rope][1] for rope in ropes],
     }
 
 

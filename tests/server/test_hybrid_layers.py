@@ -28,6 +28,7 @@ from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
 from kvline_server.memory.state_shape import StateShape
 from kvline_server.model import hybrid
+from kvline_server.model.attention import Attention
 from kvline_server.model.config import Norms
 from kvline_server.model.delta_rule import DeltaRule
 from kvline_server.model.fields import Fields
@@ -35,6 +36,7 @@ from kvline_server.model.linear import Tensors
 from kvline_server.model.loader import Loading, RandomSource, SafetensorsSource
 from kvline_server.model.mamba import Mamba
 from kvline_server.model.mixer import Place
+from kvline_server.model.positions import Rope
 from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import Shard
 
@@ -365,3 +367,22 @@ def test_projections_of_a_delta_rule_stay_in_fp8(by_key_head: bool) -> None:
         kept = (2 * rule.keys + 3 * rule.values) * 256
         assert tensors.counts[FP8] == kept // ranks
         assert tensors.counts[torch.float32] == (kept // 128**2 + 2 * 8) // ranks
+
+
+def test_projections_of_gated_attention_stay_in_fp8() -> None:
+    """By bytes, on one rank and on two: queries, gate, keys and values of heads of which a quarter
+    is rotated, in the rows that they have in their files."""
+    sizes: dict[str, Any] = {
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 256,
+        "output_gate": True,
+    }
+    model = replace(OTHER, rope=Rope(1e7, rotary_dim=64), qk_norm="head", **sizes)
+    for rank, ranks in ((0, 1), (1, 2)):
+        tensors = Tensors(Fp8(), Shard(rank, ranks), Keeping())
+        Attention(tensors, model, AT)
+        kept = (3 * 4 + 2 * 2) * 256 * 256  # queries, gate, output; keys and values
+        assert tensors.counts[FP8] == kept // ranks
+        assert tensors.counts[torch.float32] == kept // 128**2 // ranks

@@ -77,11 +77,12 @@ def test_a_kernel_that_starts_early_waits_before_it_reads(
         ((144, 8, 128), "144 heads of queries and 8 of keys, kernels support at most 128 and 64"),
         ((72, 8, 256), "72 heads of queries and 8 of keys, kernels support at most 64 and 64"),
         ((32, 32, 96), "head size 96, kernels support 64, 128, 256"),
+        ((32, 32, 64, 16), "16 elements of a head are rotated, kernels support multiples of 32"),
     ],
 )
 def test_what_no_prebuilt_kernel_does_is_named(needs: Any, why: str) -> None:
     cuda_write.check(128, 8, 128)
-    cuda_write.check(64, 8, 256)
+    cuda_write.check(64, 8, 256, 64)
     with pytest.raises(RuntimeError, match=why):
         cuda_write.check(*needs)
 
@@ -292,7 +293,7 @@ for ranks in (3, 8):
 """
 
 
-WRITE_FP8 = """
+WRITE = """
 import torch
 from kvline_server.kernels import triton_cache
 from kvline_server.kernels.attention import Heads, SlotMapping
@@ -302,37 +303,50 @@ from kvline_server.model.positions import Rope
 from kvline_server.model.rope import cos_sin
 
 triton_cache._after_the_last = lambda: None  # an instruction that the interpreter has not
-FP8, PAGE, rows, queries, kv, dim = torch.float8_e4m3fn, 16, 7, 5, 3, 16
+FP8, PAGE, rows, queries, kv, dim = torch.float8_e4m3fn, 16, 7, 5, 3, 64
 torch.manual_seed(1)
+attention = TorchKernels().attention
 positions, slots = torch.randint(50, (rows,)), torch.randperm(3 * PAGE)[:rows]
-cos, sin = cos_sin(Rope(10000.0), dim, 50)
 given = torch.randn(rows, queries + 2 * kv, dim)
-given[3, queries:] *= 1e4  # beyond the range
-for normed in (0, 1):
-    norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else (None, None)
+given[3, queries:] *= 1e4  # beyond the range of fp8
+
+
+def tables(rotary):
+    if not rotary:
+        return None, slots, 0  # the kernel does not read it
+    cos, sin = cos_sin(Rope(10000.0, rotary_dim=rotary), dim, 50)
+    return attention.rope_table(cos, sin), torch.cat((cos, sin), dim=-1), rotary // 2
+
+
+def compare(cached, scales, rotary, norms):
+    # The interpreter casts some numbers to fp8 wrongly (a carry of the mantissa is lost).
+    pages = [torch.zeros(2, 3, PAGE, kv, dim, dtype=kind) for kind in (cached, torch.float32)]
+    caches = [KVLayer(each[0], each[1], scales) for each in pages]
+    made = [Heads(given.clone(), queries, kv, *norms, 1e-5) for _ in caches]
+    theirs, ours, pairs = tables(rotary)
+    attention.write(made[0], theirs, SlotMapping(positions, slots), caches[0])
+    fused, keys = made[1].fused, caches[1].keys
+    kernel = triton_cache.write_fp8 if cached == FP8 else triton_cache.write
+    kernel[(rows,)](
+        fused, fused.stride(0), *(fused if norm is None else norm for norm in norms), 1e-5,
+        ours, positions, slots, keys, caches[1].values, keys.stride(0), keys.stride(1),
+        queries, kv, pairs, *((1.0 / scales.keys, 1.0 / scales.values) if cached == FP8 else ()),
+        Q_PADDED=8, KV_PADDED=4, DIM=dim, PAGE=PAGE, NORM=int(norms[0] is not None)
+    )
+    q, own_q = (each.fused[:, :queries] for each in made)
+    torch.testing.assert_close(own_q, q)
+    # Elements that are not rotated are as they were given, or normed.
+    same = torch.equal(own_q[..., rotary:], given[:, :queries, rotary:])
+    assert same == (norms[0] is None or rotary == dim)
+    return [each.to(cached).float() for each in pages]
+
+
+normed = torch.rand(dim) + 0.5, torch.rand(dim) + 0.5
+for rotary, norms in ((0, (None, None)), (32, normed), (32, (None, None)), (dim, normed)):
+    want, got = compare(torch.float32, Scales(), rotary, norms)
+    torch.testing.assert_close(got, want)
     for scales in (Scales(), Scales(0.11, 0.013)):
-        made = []
-        for attention in (TorchKernels().attention, None):
-            # The interpreter casts some numbers to fp8 wrongly (a carry of the mantissa is lost).
-            kind = torch.float32 if attention is None else FP8
-            pages = torch.zeros(2, 3, PAGE, kv, dim, dtype=kind)
-            cache = KVLayer(pages[0], pages[1], scales)
-            heads = Heads(given.clone(), queries, kv, *norms, 1e-5)
-            mapping = SlotMapping(positions, slots)
-            if attention is not None:
-                attention.write(heads, attention.rope_table(cos, sin), mapping, cache)
-            else:
-                triton_cache.write_fp8[(rows,)](
-                    heads.fused, heads.fused.stride(0),
-                    *(heads.fused if norm is None else norm for norm in norms), 1e-5,
-                    torch.cat((cos, sin), dim=-1), positions, slots, cache.keys, cache.values,
-                    cache.keys.stride(0), cache.keys.stride(1), queries, kv,
-                    1.0 / scales.keys, 1.0 / scales.values,
-                    Q_PADDED=8, KV_PADDED=4, DIM=dim, PAGE=PAGE, NORM=normed
-                )
-            made.append((heads.fused[:, :queries], pages.to(FP8).float()))
-        (q, want), (own_q, got) = made
-        torch.testing.assert_close(own_q, q)
+        want, got = compare(FP8, scales, rotary, norms)
         assert got.isfinite().all() and got.abs().max() == 448 == want.abs().max()
         torch.testing.assert_close(got, want, rtol=0.125, atol=2**-9)  # to either side of a tie
         assert (got == want).float().mean() > 0.999
@@ -342,8 +356,8 @@ for normed in (0, 1):
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "script",
-    [SCORE, DRAW, MASK, ONE_ROW, LL, WRITE_FP8],
-    ids=["score", "draw", "mask", "one_row", "one_shot_ll", "write_fp8"],
+    [SCORE, DRAW, MASK, ONE_ROW, LL, WRITE],
+    ids=["score", "draw", "mask", "one_row", "one_shot_ll", "write"],
 )
 def test_the_gpu_s_kernels_are_the_reference_s(script: str) -> None:
     """In Triton's interpreter. Tokens are the same ones: the same noise from the same keys, and

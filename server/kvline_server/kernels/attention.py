@@ -91,14 +91,16 @@ class Attention(ABC):
 
     @abstractmethod
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """float32 [positions, dim / 2], twice -> both in the layout that `write` reads."""
+        """float32 [positions, pairs of elements that are rotated], twice -> both in the layout that
+        `write` reads."""
 
     @abstractmethod
     def write(
         self, heads: Heads, rope: torch.Tensor | None, mapping: SlotMapping, cache: KVLayer
     ) -> None:
         """Applies QK norm and rotary embedding (if the model has them), writes keys and values to
-        the cache. Changes queries in place, and possibly keys."""
+        the cache. Of a head the first elements are rotated, as many as the table has, in halves
+        (the NeoX layout). Changes queries in place, and possibly keys."""
 
     @abstractmethod
     def attend(

@@ -19,14 +19,17 @@ from kvline_server.memory.pages import PAGE_SIZE
 FP8 = torch.float8_e4m3fn  # of a KV cache
 DIMS = (64, 128, 256)
 QUERIES = (8, 16, 32, 64, 128)  # padded head counts of the variants; a model uses the next larger
+ROTARY = 32  # elements of a head are rotated, or a multiple: half of them are read by sixteen
 KEYS = (1, 2, 4, 8, 16, 32, 64)
 WIDEST = 128 * 128  # numbers of all queries of a row, padded: a program has them in registers
 POINTERS = (0, 5, 8, 9)  # indices of heads, rope, keys, values: torch allocations or whole pages
 STRIDES = (1, 10, 11)  # indices of strides, which are multiples of the head size
+PAIRS = 14  # index of the pairs that are rotated
 
 
-def check(queries: int, keys: int, dim: int) -> None:
-    """Raises RuntimeError for heads that none of the prebuilt kernels takes."""
+def check(queries: int, keys: int, dim: int, rotary: int = 0) -> None:
+    """Raises RuntimeError for heads that none of the prebuilt kernels takes, of which the first
+    `rotary` elements are rotated."""
     if dim not in DIMS:
         raise RuntimeError(f"head size {dim}, kernels support {', '.join(map(str, DIMS))}")
     most = min(QUERIES[-1], WIDEST // dim)
@@ -35,20 +38,26 @@ def check(queries: int, keys: int, dim: int) -> None:
             f"{queries} heads of queries and {keys} of keys, kernels support at most {most} and "
             f"{KEYS[-1]} of size {dim}"
         )
+    if rotary % ROTARY:
+        raise RuntimeError(
+            f"{rotary} elements of a head are rotated, kernels support multiples of {ROTARY}"
+        )
 
 
-def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+def write(heads: Heads, rope: torch.Tensor | None, mapping: SlotMapping, cache: KVLayer) -> None:
     """Norms and rotates queries and keys, writes keys and values; to an fp8 cache by their scales.
-    rope float32 [positions, dim]: all cosines, then all sines"""
+    rope float32 [positions, elements of a head that are rotated]: all cosines, then all sines"""
     rows, _, dim = heads.fused.shape
     normed = heads.q_norm is not None and heads.k_norm is not None
     padded = _padded(heads.queries, QUERIES), _padded(heads.keys, KEYS)
     fp8 = cache.keys.dtype == FP8
     variant = _variant(heads.fused.dtype, *padded, dim, normed, fp8)
-    # The kernel without norms does not read these arguments; any pointer will do.
+    # Kernels do not read what is not there; any pointer will do.
     norms = [heads.fused if n is None else n for n in (heads.q_norm, heads.k_norm)]
-    where = (rope, mapping.positions, mapping.slots, cache.keys, cache.values)
-    sizes = (cache.keys.stride(0), cache.keys.stride(1), heads.queries, heads.keys)
+    pairs = 0 if rope is None else rope.shape[1] // 2
+    table = mapping.slots if rope is None else rope
+    where = (table, mapping.positions, mapping.slots, cache.keys, cache.values)
+    sizes = (cache.keys.stride(0), cache.keys.stride(1), heads.queries, heads.keys, pairs)
     inverses = (1.0 / cache.scales.keys, 1.0 / cache.scales.values) if fp8 else ()
     queries = heads.fused, heads.fused.stride(0)
     launch(variant, rows, *queries, *norms, heads.eps, *where, *sizes, *inverses)
@@ -80,7 +89,7 @@ def _variant(
         "PAGE": PAGE_SIZE,
         "NORM": int(normed),
     }
-    aligned = tuple(sorted(POINTERS + STRIDES))
+    aligned = tuple(sorted((*POINTERS, *STRIDES, PAIRS)))
     kernel = "write_fp8" if fp8 else "write"
-    every = (*arguments, *["i32"] * 4, *inverses)
+    every = (*arguments, *["i32"] * 5, *inverses)
     return Variant(kernel, every, aligned, tuple(constants.items()))

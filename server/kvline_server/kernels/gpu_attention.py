@@ -89,7 +89,7 @@ class GpuAttention(Attention):
         self._runners = {window: runners(window) for window in windows}
 
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """float32 [positions, dim]: all cosines, then all sines"""
+        """float32 [positions, rotated elements]: all cosines, then all sines"""
         return torch.cat((cos, sin), dim=-1).to(self.device)
 
     def plan(self, layout: Layout, group: int, window: int) -> Plan:
@@ -123,7 +123,6 @@ class GpuAttention(Attention):
     def write(
         self, heads: Heads, rope: torch.Tensor | None, mapping: SlotMapping, cache: KVLayer
     ) -> None:
-        assert rope is not None  # no model of a GPU is without
         cuda_write.write(heads, rope, mapping, cache)
 
     def attend(

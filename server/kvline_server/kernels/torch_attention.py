@@ -68,7 +68,7 @@ class TorchAttention(Attention):
         self.gathered = torch.empty((2, 0), dtype=dtype, device=device)
 
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[positions, 2, dim / 2]"""
+        """[positions, 2, pairs]"""
         return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
 
     def table_page_bytes(self, rows: int, queries: int) -> int:
@@ -309,10 +309,11 @@ def _store(
 
 
 def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotates halves (the NeoX layout). x [rows, heads, dim], rope [rows, 2, dim / 2]"""
+    """x [rows, heads, dim], rope [rows, 2, pairs] -> as x"""
     cos, sin = rope[:, 0].unsqueeze(1), rope[:, 1].unsqueeze(1)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    pairs = rope.shape[2]
+    left, right, rest = torch.split(x, [pairs, pairs, x.shape[2] - 2 * pairs], dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
 
 
 def _decodes_together(counts: list[int], lengths: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -3,10 +3,9 @@
 `score` runs one program per row of logits, reads each once and needs no fp32 copy of the chunk.
 `draw` runs several per row, and derives its noise from the row's key and the token id
 (kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
-the batch. `mask` forbids the tokens that a grammar does not allow. `write` runs one program per row
-of a step, between the QKV GEMM and attention: QK norm where the model has it, rotary embedding,
-keys and values into the cache. `one_row` is a linear of one row with the norm before it, the
-activation or the sum after it. `one_shot` and `one_shot_ll` are all-reduces of few rows.
+the batch. `mask` forbids the tokens that a grammar does not allow. `one_row` is a linear of one row
+with the norm before it, the activation or the sum after it. `one_shot` and `one_shot_ll` are
+all-reduces of few rows.
 Reference: kernels/torch_*.py; the tests compare the two.
 """
 
@@ -161,77 +160,6 @@ def mask(logits, stride, rows, words, count, tokens, first, blocks, BLOCK: tl.co
     start_of_row = logits + tl.load(rows + row) * stride
     infinity = tl.full((BLOCK,), float("-inf"), logits.dtype.element_ty)
     tl.store(start_of_row + token, infinity, mask=inside & forbidden)
-
-
-@triton.jit
-def _turned(
-    base,
-    weight,
-    cos,
-    sin,
-    eps,
-    count,
-    PADDED: tl.constexpr,
-    DIM: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Both halves of `count` heads at base, normed and rotated, in float32."""
-    half = tl.arange(0, DIM // 2)
-    at = tl.arange(0, PADDED)[:, None] * DIM + half[None, :]
-    there = (tl.arange(0, PADDED) < count)[:, None]
-    left = tl.load(base + at, mask=there, other=0.0).to(tl.float32)
-    right = tl.load(base + at + DIM // 2, mask=there, other=0.0).to(tl.float32)
-    if NORM:
-        square = (tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / DIM
-        scale = tl.rsqrt(square + eps)[:, None]
-        left = left * scale * tl.load(weight + half)[None, :].to(tl.float32)
-        right = right * scale * tl.load(weight + DIM // 2 + half)[None, :].to(tl.float32)
-    return left * cos - right * sin, right * cos + left * sin, at, there
-
-
-@triton.jit
-def write(
-    heads,
-    row_stride,
-    q_norm,
-    k_norm,
-    eps,
-    rope,
-    positions,
-    slots,
-    keys,
-    values,
-    page_stride,
-    token_stride,
-    queries,
-    kv,
-    Q_PADDED: tl.constexpr,
-    KV_PADDED: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    _after_the_last()
-    row = tl.program_id(0)
-    base = heads + row.to(tl.int64) * row_stride
-    half = tl.arange(0, DIM // 2)
-    turn = rope + tl.load(positions + row).to(tl.int64) * DIM
-    cos = tl.load(turn + half)[None, :]
-    sin = tl.load(turn + DIM // 2 + half)[None, :]
-    left, right, at, there = _turned(base, q_norm, cos, sin, eps, queries, Q_PADDED, DIM, NORM)
-    kind = heads.dtype.element_ty
-    tl.store(base + at, left.to(kind), mask=there)
-    tl.store(base + at + DIM // 2, right.to(kind), mask=there)
-    slot = tl.load(slots + row)
-    place = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride
-    base += queries * DIM
-    left, right, at, there = _turned(base, k_norm, cos, sin, eps, kv, KV_PADDED, DIM, NORM)
-    tl.store(keys + place + at, left.to(kind), mask=there)
-    tl.store(keys + place + at + DIM // 2, right.to(kind), mask=there)
-    base += kv * DIM
-    for part in tl.static_range(2):
-        offset = at + part * (DIM // 2)
-        tl.store(values + place + offset, tl.load(base + offset, mask=there), mask=there)
 
 
 @triton.jit

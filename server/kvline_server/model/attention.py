@@ -20,7 +20,7 @@ from kvline_server.model.shard import kv_heads, local
 
 
 class Attention(Mixer):
-    def __init__(self, tensors: Tensors, config: ModelConfig, at: str, layer: int) -> None:
+    def __init__(self, tensors: Tensors, config: ModelConfig, at: str) -> None:
         """`at` is the prefix of the layer's tensors."""
         c, own, shard = config, at + config.names.attention, tensors.shard
         self.config = local(c, shard)  # of this rank
@@ -29,13 +29,12 @@ class Attention(Mixer):
         widths = [n * c.head_dim for n in (c.heads, c.kv_heads)]
         heads, keys = shard.of(c.heads), kv_heads(c, shard)
         rows = [range(n.start * c.head_dim, n.stop * c.head_dim) for n in (heads, keys)]
-        order = _rotated_first(c.head_dim, c.rope_of(layer).rotary_dim)
-        parts = _inputs(own, c, heads, keys, order)
+        parts = _inputs(own, c, heads, keys)
         self.qkv = projection(tensors, parts, c.hidden, c.qkv_bias)
         self.q_norm = self.k_norm = None
         if c.qk_norm == "head":
             self.q_norm, self.k_norm = (
-                norm(tensors, c, own + name, c.head_dim, order) for name in ("q_norm", "k_norm")
+                norm(tensors, c, own + name, c.head_dim) for name in ("q_norm", "k_norm")
             )
         elif c.qk_norm:
             self.q_norm = norm(tensors, c, own + "q_norm", widths[0], rows[:1])
@@ -102,37 +101,16 @@ class Attention(Mixer):
         return kernels.gemms.project(Operand(made), self.output, then)
 
 
-def _inputs(own: str, c: ModelConfig, heads: range, keys: range, order: list[range]) -> list[Rows]:
-    """Queries, keys and values of a rank's heads, each head's queries and keys in this order; then
-    the gate, of which each head's rows follow its queries in their tensor."""
-    dim, every = c.head_dim, [range(c.head_dim)]
-    wide = 2 * dim if c.output_gate else dim
-    q, k, v = (
-        _of_heads(heads, wide, order),
-        _of_heads(keys, dim, order),
-        _of_heads(keys, dim, every),
-    )
-    of = dim * c.kv_heads
-    parts = fused(own, c.qkv, [Output(q, wide * c.heads), Output(k, of), Output(v, of)])
-    if c.output_gate:
-        gate = _of_heads(heads, wide, [range(dim, wide)])
-        parts += [Rows(own + c.qkv[0], rows, wide * c.heads) for rows in gate]
-    return parts
-
-
-def _of_heads(heads: range, rows: int, cuts: list[range]) -> list[range]:
-    """Some rows of each of these heads, which have so many; all as one part."""
-    if cuts == [range(rows)]:
-        return [range(heads.start * rows, heads.stop * rows)]
-    return [range(h * rows + c.start, h * rows + c.stop) for h in heads for c in cuts]
-
-
-def _rotated_first(dim: int, rotary: int | None) -> list[range]:
-    """The order of a head's elements in which a kernel that rotates whole heads by halves rotates
-    the first `rotary` of them: their left half, half of the others, their right half, the rest. The
-    same order of query and key leaves their dot product as it was, and that of a norm's weights
-    the norm; the angle of the others is 0 (rope.py)."""
-    if not rotary or rotary == dim:
-        return [range(dim)]
-    half, middle = rotary // 2, (rotary + dim) // 2
-    return [range(half), range(rotary, middle), range(half, rotary), range(middle, dim)]
+def _inputs(own: str, c: ModelConfig, heads: range, keys: range) -> list[Rows]:
+    """Queries, keys and values of a rank's heads; then the gate, of which each head's rows follow
+    its queries in their tensor."""
+    dim, of = c.head_dim, c.head_dim * c.kv_heads
+    some = [range(keys.start * dim, keys.stop * dim)]
+    if not c.output_gate:
+        queries = [range(heads.start * dim, heads.stop * dim)]
+        outputs = [Output(queries, dim * c.heads), Output(some, of), Output(some, of)]
+        return fused(own, c.qkv, outputs)
+    wide, starts = 2 * dim * c.heads, [2 * dim * head for head in heads]
+    queries, gate = ([range(at + half, at + half + dim) for at in starts] for half in (0, dim))
+    parts = fused(own, c.qkv, [Output(queries, wide), Output(some, of), Output(some, of)])
+    return parts + [Rows(own + c.qkv[0], rows, wide) for rows in gate]

@@ -39,14 +39,14 @@ def read(tensors: Tensors, config: ModelConfig) -> tuple[list[FeedForward], list
     for block in config.blocks:
         at = f"{config.names.decoder}layers.{block.layer}."
         if block.kind.mixes:
-            layers.append(Layer(MIXERS[block.kind](tensors, config, at, block.layer)))
+            layers.append(Layer(MIXERS[block.kind](tensors, config, at)))
         else:
             made = FEED_FORWARDS[block.kind](tensors, config, at)
             (layers[-1].blocks if layers else first).append(made)
     return first, layers
 
 
-def _recurrent(tensors: Tensors, config: ModelConfig, at: str, layer: int) -> Mixer:
+def _recurrent(tensors: Tensors, config: ModelConfig, at: str) -> Mixer:
     sizes = config.recurrent
     if isinstance(sizes, hybrid.DeltaRule):
         return DeltaRule(tensors, config, sizes, at)
@@ -54,7 +54,7 @@ def _recurrent(tensors: Tensors, config: ModelConfig, at: str, layer: int) -> Mi
     return Mamba(tensors, config, sizes, at)
 
 
-MIXERS: dict[Kind, Callable[[Tensors, ModelConfig, str, int], Mixer]] = {
+MIXERS: dict[Kind, Callable[[Tensors, ModelConfig, str], Mixer]] = {
     Kind.ATTENTION: Attention,
     Kind.RECURRENT: _recurrent,
 }

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import pad
 
 from kvline_server.model.positions import Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
 def cos_sin(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every position's angle of each pair of a head's elements; pairs that are not rotated come
-    last, with angle 0. LongRoPE takes the factors of long contexts if `positions`, the served
-    length, is above the original one: for sequences of any length, so that a key in the cache stays
-    valid while its sequence grows. float32 [positions, dim / 2], twice"""
+    """Of every position's angle of each pair of a head's elements that are rotated. LongRoPE takes
+    the factors of long contexts if `positions`, the served length, is above the original one: for
+    sequences of any length, so that a key in the cache stays valid while its sequence grows.
+    float32 [positions, pairs], twice"""
     rotary, factor = rope.rotary_dim or dim, 1.0
     exponents = torch.arange(0, rotary, 2, dtype=torch.int64).float() / rotary
     divisors, scaling = rope.theta**exponents, rope.scaling
@@ -29,8 +28,7 @@ def cos_sin(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch.T
         frequencies = _yarn(frequencies, scaling, rope.theta)
         factor = scaling.attention_factor
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-    rest = (0, (dim - rotary) // 2)
-    return pad(angles.cos() * factor, rest, value=1.0), pad(angles.sin() * factor, rest)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def _llama3(base: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
