@@ -67,6 +67,8 @@ def gemms() -> ExpertGemms:
 
 
 def activate(both: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "relu2":
+        return both.relu().square()
     assert activation == "silu"
     gate, up = both.chunk(2, dim=1)
     return silu(gate) * up
@@ -144,6 +146,31 @@ def test_plain_torch_agrees_where_no_logits_are_equal() -> None:
     for choice in (TORCH, *candidates(300 * 8, 128)):
         got = gemms().run(x, logits, layer, mixture.routing, Given(300), choice=choice)
         assert distance(got, want) < 2 * OFF, choice
+
+
+# Nemotron 3's experts: of Nano, and of the latent width of Super.
+NANO, SUPER = Mixture(128, 6, 2688, 1856), Mixture(512, 22, 1024, 2688)
+
+
+@pytest.mark.parametrize("mixture", [NANO, SUPER], ids=["nano", "super"])
+@torch.inference_mode()
+def test_experts_without_a_gate_that_a_biased_sigmoid_chooses(mixture: Mixture) -> None:
+    """As plain torch, whichever kernels."""
+    gated, count = mixture.layer(), mixture.experts
+    assert isinstance(gated.gate_up, torch.Tensor)
+    bias = torch.rand(count, device="cuda")
+    layer = Layer(gated.gate_up[: count * mixture.width], gated.down, choice_bias=bias)
+    routing = Routing(mixture.chosen, True, "relu2", "sigmoid", 2.5)
+    for rows in (1, 2, 64, 300, 2048):
+        x, logits = mixture.inputs(rows)
+        routes = torch_experts._routes(logits, layer, routing, Played.NOTHING)
+        want = torch_experts.run(x, routes, layer, lambda both: activate(both, "relu2"))
+        for choice in (TORCH, *range(len(TILES))):
+            got = gemms().run(x, logits, layer, routing, Given(rows), choice=choice)
+            off = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
+            # Two experts of one row may be so near that the sigmoid's last bit chooses.
+            assert float(off.median()) < 2 * OFF, (rows, choice)
+            assert int((off > 2 * OFF).sum()) <= rows // 100, (rows, choice)
 
 
 @pytest.mark.parametrize("rows", [4, 257])

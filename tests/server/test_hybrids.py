@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ from kvline_server.model.loader import (
 from kvline_server.model.positions import Rope
 from kvline_server.model.sequence import Kind
 from kvline_server.model.shard import Shard, check, local
-from kvline_server.worker.backend import check_kernels
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 130)  # around the convolution and the chunks
 CUTS = [(1,), (63, 64), (64, 65, 68), (3, 7, 70, 129), (16, 17, 18, 19, 20)]
@@ -279,31 +277,6 @@ def test_ranks_that_heads_do_not_divide_are_refused_by_name(
     check(config, 2)
     with pytest.raises(ModelUnsupported, match=r"layers with 2 key heads .* gpus can be 1 or 2$"):
         check(config, 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("qwen3.5-moe", ""),
-        ("granite", "without positions"),
-        ("nemotron-h-latent", "without positions"),
-        ("granite-moe", ""),
-    ],
-)
-def test_what_no_prebuilt_kernel_computes_is_named(
-    name: str, why: str, family_of: Callable[[str], Family]
-) -> None:
-    """A GPU runs it by torch's."""
-    config = read_config(family_of(name).folder)
-    with pytest.raises(RuntimeError, match=why) if why else nullcontext():
-        check_kernels(config)
-    if (many := config.experts) is not None and why:
-        config = replace(config, rotates=True)
-        with pytest.raises(RuntimeError, match="by sigmoid"):
-            check_kernels(config)
-        plain = replace(many, scores="softmax", scale=1.0, choice_bias="")
-        with pytest.raises(RuntimeError, match="experts of a latent"):
-            check_kernels(replace(config, experts=plain))
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,11 @@ from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.experts import Given, Layer, Routing
 from kvline_server.kernels.tuning import Choices
 
+DOWN, GATED, SQUARED = range(3)  # GEMMs of triton_experts.grouped
+FIRST = {"silu": GATED, "relu2": SQUARED}  # by their activation
 TORCH = -1  # other choices are indices of TILES
 EXPERTS = (128, 512)  # padded counts of the variants
-CHOSEN = 16  # of a row, padded
+CHOSEN = (16, 32)  # of a row, padded; the second beside the second above
 ALIGN = 16  # of hidden states and of an expert's width
 FEW = 4  # with fewer pairs than an expert in so many each pair is a tile
 SORTED, ADDED = 32, 1024  # pairs, columns of a program
@@ -56,8 +58,8 @@ TILES = (
 
 def check(experts: int, chosen: int, hidden: int, width: int) -> None:
     """Raises RuntimeError for a mixture that the kernels do not compute."""
-    if experts > EXPERTS[-1] or chosen > CHOSEN:
-        most = f"at most {CHOSEN} of {EXPERTS[-1]}"
+    if experts > EXPERTS[-1] or chosen > CHOSEN[-1]:
+        most = f"at most {CHOSEN[-1]} of {EXPERTS[-1]}"
         raise RuntimeError(f"{chosen} of {experts} experts a token, kernels support {most}")
     if hidden % ALIGN or width % ALIGN:
         sizes = f"experts of {width} columns and hidden size {hidden}"
@@ -111,11 +113,12 @@ class ExpertGemms:
             return made
         if choice is None:
             choice = self.choice(len(x), routing.chosen, layer)
-        pairs = routed(logits, routing, given, self.tile_rows(choice))
+        pairs = routed(logits, routing, given, self.tile_rows(choice), layer.choice_bias)
         by_place = self.both(x, layer, pairs, routing.activation, choice)
         parts = -(-x.shape[1] // ADDED)
         sums = (by_place, pairs.places, pairs.weights, made, pairs.chosen, x.shape[1], parts)
-        launch(_add_variant(x.dtype), len(x) * parts, *sums)
+        _, chosen = _padded(layer.experts, pairs.chosen)
+        launch(_add_variant(x.dtype, chosen), len(x) * parts, *sums)
         return made
 
     def tile_rows(self, choice: int) -> int | None:
@@ -138,7 +141,7 @@ class ExpertGemms:
         nothing of places that no pair has"""
         if choice == TORCH:
             return self._by_torch(x, layer, pairs, activation)
-        return _by_tiles(x, layer, pairs, TILES[choice])
+        return _by_tiles(x, layer, pairs, TILES[choice], FIRST[activation])
 
     def _by_torch(
         self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str
@@ -235,11 +238,18 @@ def candidates(pairs: int, experts: int, tiles: tuple[Tile, ...] = TILES) -> lis
     return [at for at, tile in enumerate(tiles) if each // 2 <= tile.rows <= 2 * each]
 
 
-def routed(logits: torch.Tensor, routing: Routing, given: Given, tile: int | None) -> Pairs:
-    """Of logits [rows, experts], for tiles of so many rows if given."""
+def routed(
+    logits: torch.Tensor,
+    routing: Routing,
+    given: Given,
+    tile: int | None,
+    bias: torch.Tensor | None = None,
+) -> Pairs:
+    """Of logits [rows, experts], for tiles of so many rows if given; `bias` is the layer's of the
+    choice."""
     (every, experts), chosen = logits.shape, routing.chosen
     count = every * chosen
-    padded = next(n for n in EXPERTS if n >= experts)
+    padded, most = _padded(experts, chosen)
     alone = tile is not None and count * FEW <= experts
     bound = 0 if tile is None else count if alone else most_tiles(count, experts, tile)
     numbers = partial(torch.empty, dtype=torch.int32, device=logits.device)
@@ -249,11 +259,15 @@ def routed(logits: torch.Tensor, routing: Routing, given: Given, tile: int | Non
     ids, places = numbers((2, count))
     tiles = numbers((3, bound))
     weights = torch.empty(count, dtype=torch.float32, device=logits.device)
-    # The kernel without numbers on the device does not read them; any pointer will do.
+    # Kernels do not read what is not there; any pointer will do.
     on_device = counts if given.on_device is None else given.on_device
+    sigmoid = routing.scores == "sigmoid"
+    assert sigmoid == (bias is not None)
+    by = (weights if bias is None else bias, routing.scale)
     how = (experts, chosen, int(routing.renormalise), given.rows, int(given.played), on_device)
-    into = (ids, weights, places, counts, order, tiles)
-    variant = _route_variant(logits.dtype, given.on_device is not None, alone, padded)
+    into = (*by, ids, weights, places, counts, order, tiles)
+    kind = given.on_device is not None, alone, sigmoid
+    variant = _route_variant(logits.dtype, *kind, padded, most)
     launch(variant, every, logits, *how, *into)
     if not alone:
         programs = -(-max(count, bound) // SORTED)
@@ -262,40 +276,59 @@ def routed(logits: torch.Tensor, routing: Routing, given: Given, tile: int | Non
     return Pairs(weights, places, order, counts, tiles, chosen)
 
 
+def _padded(experts: int, chosen: int) -> tuple[int, int]:
+    """Those of the variants."""
+    if chosen > CHOSEN[0]:
+        return EXPERTS[1], CHOSEN[1]
+    return next(n for n in EXPERTS if n >= experts), CHOSEN[0]
+
+
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
     """Tiles of `rows` pairs of one expert each, whatever the routing is."""
     return (pairs + min(pairs, experts) * (rows - 1)) // rows
 
 
-def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile) -> torch.Tensor:
+def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile, first: int) -> torch.Tensor:
     (gate_up, down), bound = _dense(layer), pairs.tiles.shape[1]
     hidden, width = x.shape[1], down.shape[1]
     gated, made = x.new_empty((len(pairs), width)), x.new_empty((len(pairs), hidden))
     of_tiles = (pairs.tiles, bound)
-    programs = bound * -(-width // tile.outputs)
-    sizes = (gated, width, hidden)
-    launch(_variant(x.dtype, tile, True), programs, x, pairs.order, gate_up, *of_tiles, *sizes)
-    programs = bound * -(-hidden // (2 * tile.outputs))
-    sizes = (made, hidden, width)
-    launch(_variant(x.dtype, tile, False), programs, gated, pairs.order, down, *of_tiles, *sizes)
+    order, gemms = pairs.order, (first, DOWN)
+    for gemm, given, weight, into, inputs in zip(
+        gemms, (x, gated), (gate_up, down), (gated, made), (hidden, width), strict=True
+    ):
+        outputs = into.shape[1]
+        programs = bound * -(-outputs // _outputs(tile, gemm))
+        sizes = (into, outputs, inputs)
+        launch(_variant(x.dtype, tile, gemm), programs, given, order, weight, *of_tiles, *sizes)
     return made
+
+
+def _outputs(tile: Tile, gemm: int) -> int:
+    """Columns of a program."""
+    return tile.outputs if gemm == GATED else 2 * tile.outputs
 
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
-    for padded in EXPERTS:
-        yield _sort_variant(padded)
-        for given, alone in itertools.product((False, True), repeat=2):
-            yield _route_variant(dtype, given, alone, padded)
-    for tile, gated in itertools.product(TILES, (False, True)):
-        yield _variant(dtype, tile, gated)
-    yield _add_variant(dtype)
+    for experts in EXPERTS:
+        yield _sort_variant(experts)
+    sizes = {_padded(experts, chosen) for experts, chosen in itertools.product(EXPERTS, CHOSEN)}
+    for size, *kind in itertools.product(sorted(sizes), *[(False, True)] * 3):
+        yield _route_variant(dtype, *kind, *size)
+    for tile, gemm in itertools.product(TILES, (DOWN, GATED, SQUARED)):
+        yield _variant(dtype, tile, gemm)
+    for chosen in CHOSEN:
+        yield _add_variant(dtype, chosen)
 
 
-def _route_variant(dtype: torch.dtype, given: bool, alone: bool, padded: int) -> Variant:
-    into = ("*i32", "*fp32", *["*i32"] * 4)
+def _route_variant(
+    dtype: torch.dtype, given: bool, alone: bool, sigmoid: bool, experts: int, chosen: int
+) -> Variant:
+    into = ("*fp32", "fp32", "*i32", "*fp32", *["*i32"] * 4)
     arguments = (f"*{TRITON_TYPES[dtype]}", *["i32"] * 5, "*i32", *into)
-    constants = {"GIVEN": int(given), "ALONE": int(alone), "EXPERTS": padded, "CHOSEN": CHOSEN}
+    constants = {"GIVEN": int(given), "ALONE": int(alone), "SIGMOID": int(sigmoid)}
+    constants |= {"EXPERTS": experts, "CHOSEN": chosen}
     return Variant("route", arguments, (), tuple(constants.items()), warps=1)
 
 
@@ -304,17 +337,16 @@ def _sort_variant(padded: int) -> Variant:
     return Variant("sort", (*["*i32"] * 5, *["i32"] * 5), (), constants)
 
 
-def _variant(dtype: torch.dtype, tile: Tile, gated: bool) -> Variant:
+def _variant(dtype: torch.dtype, tile: Tile, gemm: int) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
     arguments = (kind, "*i32", kind, "*i32", "i32", kind, "i32", "i32")
-    outputs = tile.outputs if gated else 2 * tile.outputs
-    constants = {"GATED": int(gated), "ROWS": tile.rows, "OUTPUTS": outputs, "INPUTS": tile.inputs}
-    aligned, given = (0, 2, 5, 6, 7), tuple(constants.items())
+    constants = {"GEMM": gemm, "ROWS": tile.rows, "OUTPUTS": _outputs(tile, gemm)}
+    aligned, given = (0, 2, 5, 6, 7), tuple((constants | {"INPUTS": tile.inputs}).items())
     return Variant("grouped", arguments, aligned, given, warps=tile.warps, stages=tile.stages)
 
 
-def _add_variant(dtype: torch.dtype) -> Variant:
+def _add_variant(dtype: torch.dtype, chosen: int) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
-    constants = (("CHOSEN", CHOSEN), ("BLOCK", ADDED))
+    constants = (("CHOSEN", chosen), ("BLOCK", ADDED))
     arguments = (kind, "*i32", "*fp32", kind, "i32", "i32", "i32")
     return Variant("add_chosen", arguments, (0, 3, 5), constants)

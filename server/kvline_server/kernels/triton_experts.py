@@ -13,6 +13,35 @@ import triton.language as tl
 
 from kvline_server.kernels.triton_kernels import _after_the_last, _ordered
 
+DOWN, GATED, SQUARED = (tl.constexpr(kind) for kind in range(3))  # GEMMs of `grouped`
+LEAST = tl.constexpr(1e-20)  # added to a sum of scores that others are divided by
+
+
+@triton.jit
+def _largest(by, shares, chosen, experts, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
+    """The experts of the `chosen` largest numbers, and their shares. A NaN is the largest, and its
+    share breaks the row; ids are experts' whatever the numbers are."""
+    at = tl.arange(0, EXPERTS)
+    turn = tl.arange(0, CHOSEN)
+    left = tl.where(at < experts, _ordered(tl.where(by == by, by, float("inf")), at), -(1 << 63))
+    id = tl.zeros((CHOSEN,), tl.int32)
+    share = tl.zeros((CHOSEN,), tl.float32)
+    for number in range(chosen):
+        expert = 0x7FFFFFFF - (tl.max(left, axis=0) & 0x7FFFFFFF).to(tl.int32)
+        left = tl.where(at == expert, -(1 << 63), left)
+        id = tl.where(turn == number, expert, id)
+        share = tl.where(turn == number, tl.sum(tl.where(at == expert, shares, 0.0), axis=0), share)
+    return id, share
+
+
+@triton.jit
+def _played(how, first, experts, EXPERTS: tl.constexpr):
+    """Numbers of which the largest are those of the experts that a row is to have."""
+    at = tl.arange(0, EXPERTS)
+    first = tl.where(how == 2, first, 0)
+    turned = tl.where(at < first, at + experts, at) - first
+    return tl.where(at < experts, -turned.to(tl.float32), float("-inf"))
+
 
 @triton.jit
 def route(
@@ -23,6 +52,8 @@ def route(
     rows,
     played,
     given,
+    bias,
+    scale,
     ids,
     weights,
     places,
@@ -31,37 +62,36 @@ def route(
     tiles,
     GIVEN: tl.constexpr,
     ALONE: tl.constexpr,
+    SIGMOID: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
     """A row's softmax, the experts of its largest numbers, and the pair's place among those of its
-    expert. Rows that are not among the first `rows` get the id `experts`, which is no expert's;
-    `played` is a Played. With GIVEN the two are `given[0]` and `given[1]`. With ALONE each pair is
-    a tile: `sort` is left out."""
+    expert. With SIGMOID that of each logit in the place of the softmax; the largest are those with
+    the bias added, which is not weighed, and weights are times `scale`. Rows that are not among the
+    first `rows` get the id `experts`, which is no expert's; `played` is a Played. With GIVEN the
+    two are `given[0]` and `given[1]`. With ALONE each pair is a tile: `sort` is left out."""
     _after_the_last()
     row = tl.program_id(0)
     at = tl.arange(0, EXPERTS)
     x = tl.load(logits + row * experts + at, mask=at < experts, other=float("-inf"))
     how = tl.load(given + 1) if GIVEN else played
-    first = tl.where(how == 2, row * chosen % experts, 0)
-    turned = tl.where(at < first, at + experts, at) - first
-    asked = tl.where(at < experts, -turned.to(tl.float32), float("-inf"))
-    x = tl.where(how == 0, x.to(tl.float32), asked)
-    shares = tl.exp(x - tl.max(x, axis=0))
-    # A NaN is the largest, and its share breaks the row; ids are experts' whatever the logits are.
-    left = tl.where(at < experts, _ordered(tl.where(x == x, x, float("inf")), at), -(1 << 63))
+    x = tl.where(how == 0, x.to(tl.float32), _played(how, row * chosen % experts, experts, EXPERTS))
+    by, shares = x, x
+    if SIGMOID:
+        shares = tl.sigmoid(x)
+        added = tl.load(bias + at, mask=at < experts, other=0.0)
+        by = tl.where(how == 0, shares + added, x)
+    else:
+        shares = tl.exp(x - tl.max(x, axis=0))
+    id, share = _largest(by, shares, chosen, experts, EXPERTS, CHOSEN)
     turn = tl.arange(0, CHOSEN)
-    id = tl.zeros((CHOSEN,), tl.int32)
-    share = tl.zeros((CHOSEN,), tl.float32)
-    for number in range(chosen):
-        expert = 0x7FFFFFFF - (tl.max(left, axis=0) & 0x7FFFFFFF).to(tl.int32)
-        left = tl.where(at == expert, -(1 << 63), left)
-        id = tl.where(turn == number, expert, id)
-        share = tl.where(turn == number, tl.sum(tl.where(at == expert, shares, 0.0), axis=0), share)
-    total = tl.sum(share, axis=0) if renormalise else tl.sum(shares, axis=0)
+    if SIGMOID:
+        total = tl.where(renormalise != 0, tl.sum(share, axis=0) + LEAST, 1.0) / scale
+    else:
+        total = tl.sum(share, axis=0) if renormalise else tl.sum(shares, axis=0)
     real = row < (tl.load(given) if GIVEN else rows)
-    pair = row * chosen + turn
-    there = turn < chosen
+    pair, there = row * chosen + turn, turn < chosen
     tl.store(ids + pair, tl.where(real, id, experts), mask=there)
     tl.store(weights + pair, tl.where(real, share / total, 0.0), mask=there)
     if ALONE:
@@ -125,11 +155,12 @@ def _tile(tiles, bound):
 
 
 @triton.jit
-def _places(order, first, end, GATED: tl.constexpr, ROWS: tl.constexpr):
-    """The places of a tile's pairs, and the rows of x that they have."""
+def _places(order, first, end, ORDERED: tl.constexpr, ROWS: tl.constexpr):
+    """The places of a tile's pairs, and the rows of x that they have: of the first GEMM those that
+    `order` says."""
     place = first + tl.arange(0, ROWS)
     row = tl.minimum(place, end - 1)
-    if GATED:
+    if ORDERED:
         row = tl.load(order + row)
     return place, row
 
@@ -158,21 +189,22 @@ def grouped(
     out,
     outputs,
     inputs,
-    GATED: tl.constexpr,
+    GEMM: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
     """OUTPUTS columns of a tile of pairs, by their places: x W^T of the tile's expert. GATED: x has
-    the rows, of which `order` says each place's; silu of W's first half times its second. The
+    the rows, of which `order` says each place's; silu of W's first half times its second. SQUARED:
+    x has the rows too; the square of what is positive. DOWN: x is by places, nothing follows. The
     weight is the left factor: its rows fill tensor cores, and the pairs may be few. Programs of the
     same columns follow each other, so an expert with several tiles finds them in the cache."""
     _after_the_last()
     expert, first, end = _tile(tiles, bound)
     if first >= end:
         return
-    place, row = _places(order, first, end, GATED, ROWS)
-    column, line = _lines(expert, bound, outputs, GATED, OUTPUTS)
+    place, row = _places(order, first, end, GEMM != DOWN, ROWS)
+    column, line = _lines(expert, bound, outputs, GEMM == GATED, OUTPUTS)
     at = tl.arange(0, INPUTS)
     right = x + row[None, :].to(tl.int64) * inputs + at[:, None]
     left = weight + line[:, None] * inputs + at[None, :]
@@ -184,11 +216,14 @@ def grouped(
         a = tl.load(right + start, mask=inside[:, None], other=0.0)
         w = tl.load(left + start, mask=inside[None, :], other=0.0)
         total = tl.dot(w, a, total)
-        if GATED:
+        if GEMM == GATED:
             w = tl.load(ups + start, mask=inside[None, :], other=0.0)
             up = tl.dot(w, a, up)
-    if GATED:
+    if GEMM == GATED:
         total *= tl.sigmoid(total) * up
+    if GEMM == SQUARED:
+        total = tl.maximum(total, 0.0)
+        total *= total
     _store(out, place, end, column, outputs, total)
 
 

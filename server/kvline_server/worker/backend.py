@@ -138,17 +138,6 @@ def _cuda(launch: LaunchConfig, warn: Callable[[str], None], rank: int) -> Backe
     return Backend(device, dtype, cache, kernels, CudaArena, libraries)
 
 
-def check_kernels(model: ModelConfig) -> None:
-    """Raises RuntimeError for what no prebuilt kernel of a GPU computes, of any shape."""
-    many = model.experts
-    if not model.rotates:
-        raise RuntimeError("attention without positions, kernels rotate queries and keys")
-    if many is not None and (many.scores, many.scale, many.choice_bias) != ("softmax", 1.0, ""):
-        raise RuntimeError(f"experts chosen by {many.scores}, kernels by softmax alone")
-    if many is not None and (many.latent or model.activation == "relu2"):
-        raise RuntimeError("experts of a latent width or without a gate")
-
-
 def _cuda_kernels(
     warn: Callable[[str], None],
     cache: torch.dtype,
@@ -168,10 +157,12 @@ def _cuda_kernels(
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             shape = model.heads, model.kv_heads, model.head_dim
-            check_kernels(model)
-            cuda_write.check(*shape)
+            for rope in {model.rope_of(layer) for layer in model.attentions.values()}:
+                rotary = (rope.rotary_dim or model.head_dim) if model.rotates else 0
+                cuda_write.check(*shape, rotary)
             if (many := model.experts) is not None:
-                cuda_experts.check(many.count, many.chosen, model.hidden, model.intermediate)
+                width = many.latent or model.hidden, model.expert_width
+                cuda_experts.check(many.count, many.chosen, *width)
                 cuda_mxfp4.check(many.mxfp4, many.stacked, model.hidden, model.intermediate)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
                 return FlashInferKernels(*shape, group, cache, windows)
