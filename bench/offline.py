@@ -21,7 +21,7 @@ import peers
 import pool
 import torch
 from record import record, table
-from shapes import ON_ONE_GPU, SHAPES, TWINS, write_config
+from shapes import BESIDE, ON_ONE_GPU, SHAPES, TWINS, write_config
 from workloads import WORKLOADS, Workload
 
 from kvline_contract.launch import (
@@ -242,7 +242,7 @@ def kept(of: str, rates: dict[str, list[float]]) -> list[list[str]]:
 
 def compared(every: Every) -> list[list[str]]:
     """KV tokens and throughput over those of the twin: of models in fp8 that in bfloat16, of an fp8
-    KV cache the same model without."""
+    KV cache the same model without. Throughput also over that of a model of another kind."""
     twins = {
         ((name, cache), (twin, cache)): difference
         for name, (twin, difference) in TWINS.items()
@@ -250,14 +250,20 @@ def compared(every: Every) -> list[list[str]]:
     }
     plain, fp8 = KVCacheDtype
     twins |= {((name, fp8), (name, plain)): f"{fp8}kv" for name, _ in every}
+    others = {((one, cache), (BESIDE[one], cache)): "" for one, cache in every if one in BESIDE}
     rows = []
-    for (one, twin), difference in twins.items():
-        mine, others, beside = every.get(one, {}), every.get(twin, {}), label(*twin)
-        for kind in (kind for kind in mine if kind in others):
-            best = max(others[kind])
+    for (one, twin), difference in (twins | others).items():
+        mine, theirs, beside = every.get(one, {}), every.get(twin, {}), label(*twin)
+        for kind in (kind for kind in mine if kind in theirs):
+            if not difference and kind == "kv-tokens":
+                continue  # of models with other sizes
+            best = max(theirs[kind])
             worst, ratio = (rate / best for rate in (min(mine[kind]), max(mine[kind])))
             spread, gpu = (worst, ratio), torch.cuda.get_device_name(0)
-            record(f"{kind}-{difference}-ratio-{beside}", ratio, "ratio", spread, gpu)
+            name = f"{kind}-{difference}-ratio-{beside}"
+            if not difference:
+                name = f"{kind}-of-{beside}-{label(*one)}"
+            record(name, ratio, "ratio", spread, gpu)
             rows.append([label(*one), f"{kind} / {beside}'s", f"{ratio:.3f}", f"{worst:.3f}", ""])
     return rows
 

@@ -62,20 +62,33 @@ def decode_ms(shape: ModelConfig, many: Experts, at_once: int, context: int) -> 
 
 
 def hybrid_ms(shape: ModelConfig, at_once: int, context: int) -> float:
-    """As decode_ms, of a dense model with a delta rule: its projections too, and the states of so
+    """As decode_ms, of a model with recurrent layers: their projections too, and the states of so
     many requests, read and written."""
-    rule = shape.recurrent
-    assert isinstance(rule, hybrid.DeltaRule) and shape.experts is None
-    wide = 2 * rule.keys + 2 * rule.values + 2 * rule.value_heads  # q, k, v, z, b, a
-    heads = 3 * shape.heads + 2 * shape.kv_heads  # queries, gate and output; keys and values
+    heads = (3 if shape.output_gate else 2) * shape.heads + 2 * shape.kv_heads
+    matrices = 2 if shape.activation == "relu2" else 3  # of an MLP: there is no gate
     each = {
-        Kind.RECURRENT: shape.hidden * (wide + rule.values),
+        Kind.RECURRENT: shape.hidden * _recurrent(shape),
         Kind.ATTENTION: shape.hidden * heads * shape.head_dim,
-        Kind.MLP: 3 * shape.hidden * shape.intermediate,
+        Kind.MLP: matrices * shape.hidden * shape.intermediate,
+        Kind.EXPERTS: 0,
     }
     elements = sum(each[block.kind] for block in shape.blocks) + shape.vocabulary * shape.hidden
+    experts = 0.0
+    if (many := shape.experts) is not None:
+        experts = experts_ms(shape, many, at_once)
+        beside = many.count + (0 if many.shared is None else matrices * many.shared.width)
+        elements += shape.layers * shape.hidden * beside
     kept = 2 * shape.kv_heads * shape.head_dim * len(shape.attentions)
     elements += at_once * context * kept
     each_state = (one.nbytes(torch.bfloat16, torch.float32) for one in state_shapes(shape))
     states = 2 * at_once * sum(each_state)
-    return 1e3 * (elements * torch.bfloat16.itemsize + states) / peers.GPUS / BANDWIDTH
+    others = (elements * torch.bfloat16.itemsize + states) / peers.GPUS / BANDWIDTH
+    return experts + 1e3 * others
+
+
+def _recurrent(shape: ModelConfig) -> int:
+    """Columns of a recurrent layer's projections, in and out."""
+    if isinstance(rule := shape.recurrent, hybrid.DeltaRule):
+        return 2 * rule.keys + 3 * rule.values + 2 * rule.value_heads  # q, k, v, z, out; b, a
+    assert isinstance(rule, hybrid.Mamba2)
+    return 3 * rule.inner + 2 * rule.groups * rule.state_dim + rule.heads  # z, x, out; B, C; dt

@@ -1,7 +1,7 @@
 """The shapes of the GPU figures, with random weights: Llama-3.1-8B and Qwen3-0.6B in all of them,
 Llama-3.1-70B where there are several GPUs, Qwen3-30B-A3B of mixtures of experts, Gemma-3-12B of
-sliding windows, gpt-oss' of experts in 4 bits, Qwen3.5-9B of recurrent layers; of Llamas with
-weights in fp8 too."""
+sliding windows, gpt-oss' of experts in 4 bits, hybrids of recurrent layers; of Llamas with weights
+in fp8 too."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvline_server.model import hybrid
-from kvline_server.model.config import Experts, ModelConfig, Names, Norms
-from kvline_server.model.positions import PART, Rope, YarnScaling
+import hybrid_shapes
+
+from kvline_server.model.config import Experts, ModelConfig, Norms
+from kvline_server.model.positions import Rope, YarnScaling
 from kvline_server.model.quantization import FIELD, Quantization
-from kvline_server.model.sequence import Kind
 
 LLAMA8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -107,27 +107,6 @@ GPTOSS20B = replace(
     output_bias=True,
     sinks=True,
 )
-QWEN35_9B = replace(
-    QWEN06B,
-    architecture="Qwen3_5ForCausalLM",
-    layers=32,
-    hidden=4096,
-    intermediate=12288,
-    kv_heads=4,
-    head_dim=256,
-    vocabulary=248320,
-    max_position=262144,
-    rope=Rope(10_000_000.0, rotary_dim=64),
-    kinds=tuple(
-        (Kind.RECURRENT if (layer + 1) % 4 else Kind.ATTENTION, Kind.MLP) for layer in range(32)
-    ),
-    recurrent=hybrid.DeltaRule(16, 32, 128, 128),
-    names=Names(others=("model.language_model.",)),
-    left_out=("mtp.",),
-    norms=Norms(offset=1.0),
-    tied_embeddings=False,
-    output_gate=True,
-)
 BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
 SHAPES = {
     "llama8b": LLAMA8B,
@@ -136,12 +115,12 @@ SHAPES = {
     "qwen30b": QWEN30B,
     "gemma12b": GEMMA12B,
     "gptoss20b": GPTOSS20B,
-    "qwen35-9b": QWEN35_9B,
     "gptoss20b-bf16": replace(GPTOSS20B, experts=_experts(mxfp4=False)),
     "gptoss120b": replace(GPTOSS20B, layers=36, windows=(128, 0) * 18, experts=_experts(count=128)),
     "llama8b-fp8": replace(LLAMA8B, quantization=BY_CHANNEL),
     "llama8b-fp8-block": replace(LLAMA8B, quantization=IN_BLOCKS),
     "llama70b-fp8": replace(LLAMA70B, quantization=BY_CHANNEL),
+    **hybrid_shapes.HYBRIDS,
 }
 ON_ONE_GPU = ("llama8b", "qwen06b")
 # The model that one is compared with, and what results call the difference.
@@ -149,6 +128,8 @@ TWINS = {
     "llama8b-fp8": ("llama8b", "fp8"),
     "llama8b-fp8-block": ("llama8b", "fp8block"),
 }
+# A model of another kind whose throughput one is compared with.
+BESIDE = {"qwen35-9b": "llama8b", "qwen35-35b": "qwen30b", "gptoss20b": "qwen30b"}
 _FP8 = {"num_bits": 8, "type": "float"}
 _GROUP = {
     "targets": ["Linear"],
@@ -214,29 +195,12 @@ def write_config(name: str, folder: Path) -> Path:
             "sliding_window_pattern": 6,
         }
         del body["hidden_act"]
-    if isinstance(rule := SHAPES[name].recurrent, hybrid.DeltaRule):
-        body |= _delta_rule(SHAPES[name], rule)
+    if SHAPES[name].recurrent is not None:
+        body |= hybrid_shapes.fields(SHAPES[name])
     if (how := SHAPES[name].quantization) is not None:
         body[FIELD] = QUANTIZATION_CONFIGS[how]
     (folder / "config.json").write_text(json.dumps(body))
     return folder
-
-
-def _delta_rule(model: ModelConfig, rule: hybrid.DeltaRule) -> dict[str, Any]:
-    """The fields of config.json that are Qwen3.5's own."""
-    rotated = (model.rope.rotary_dim or model.head_dim) / model.head_dim
-    rope = {"rope_type": "default", "rope_theta": model.rope.theta, PART: rotated}
-    return {
-        "model_type": "qwen3_5_text",
-        "full_attention_interval": 4,
-        "attn_output_gate": True,
-        "linear_num_key_heads": rule.key_heads,
-        "linear_num_value_heads": rule.value_heads,
-        "linear_key_head_dim": rule.key_dim,
-        "linear_value_head_dim": rule.value_dim,
-        "linear_conv_kernel_dim": rule.width,
-        "rope_parameters": rope,
-    }
 
 
 def _gpt_oss(model: ModelConfig, many: Experts) -> dict[str, Any]:

@@ -4,9 +4,10 @@ headroom.
 Half of the requests use every option at once: top-20 logprobs of output and prompt, top-k,
 top-p, min-p, every penalty and 300 biases. The others vary: long scored prompts, full batches of
 decodes with and without filters, and clients that leave. Free memory and the allocator's reserved
-memory are read throughout. With KVLINE_BENCH_SPECULATION=NGram every decode that may has the most
-draft tokens, whatever they cost and whether they are accepted. With KVLINE_BENCH_GRAMMARS=json, or
-=tools, most requests follow one of several schemas, or of several lists of tools.
+memory are read throughout, and whether graphs run the steps of several prompts. With
+KVLINE_BENCH_SPECULATION=NGram every decode that may has the most draft tokens, whatever they cost
+and whether they are accepted. With KVLINE_BENCH_GRAMMARS=json, or =tools, most requests follow one
+of several schemas, or of several lists of tools.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 
 import msgspec
 import offline
+import peers
 import structured
 import torch
 from record import record, table
@@ -33,6 +35,8 @@ from kvline_server.errors import DeviceOutOfMemory, StepFailed
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
 from kvline_server.options.arguments import GrammarService
+from kvline_server.worker.step import Step
+from kvline_server.worker.worker import LaunchedStep, Worker
 
 WORST = 0.5  # share of requests with every option
 WAITING = 200  # queue length beside the running requests
@@ -85,6 +89,33 @@ class Always:
         return [1 + sequence.id % 50] * max(0, count)
 
 
+class Prefills:
+    """Counts steps with chunks of several prompts, and those of them that captured graphs ran."""
+
+    def __init__(self, runner: Worker) -> None:
+        self.steps = self.captured = self._replays = 0
+        launch, replay = runner.launch, torch.cuda.CUDAGraph.replay
+
+        def counted(step: Step, read: bool = True) -> LaunchedStep:
+            before, layout = self._replays, step.layout
+            launched = launch(step, read)
+            if layout.sequences - layout.decodes > 1:
+                self.steps += 1
+                self.captured += self._replays > before
+            return launched
+
+        def replayed(graph: torch.cuda.CUDAGraph) -> None:
+            self._replays += 1
+            replay(graph)
+
+        runner.launch = counted  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = replayed  # type: ignore[method-assign, assignment]
+
+    @property
+    def share(self) -> float:
+        return self.captured / max(1, self.steps)
+
+
 def soak(
     engine: Engine, vocabulary: int, seconds: float, keys: abc.Sequence[bytes] = ()
 ) -> list[float]:
@@ -128,7 +159,7 @@ def run() -> None:
             rows.append(one(name, seconds, method))
         torch.cuda.empty_cache()
     head = ["model", "KV tokens", "OOM", "lowest free MiB", "reserve grew MiB", "requests"]
-    head += ["preempted", "errors"]
+    head += ["preempted", "errors", "steps of several prompts on graphs"]
     table(f"Worst allowed mix at headroom 0, {seconds:.0f} s", head, rows)
 
 
@@ -146,6 +177,7 @@ def one(
     if speculation is not None:
         Always(engine)
     gpu, vocabulary = torch.cuda.get_device_name(0), SHAPES[name].vocabulary
+    prefills = Prefills(offline.worker(engine)) if peers.GPUS == 1 else None
     figures = soak(engine, vocabulary, seconds, keys)
     label = offline.label(name, offline.only_cache())
     label += "".join(f"-{each.lower()}" for each in (method, kind) if each)
@@ -153,5 +185,9 @@ def one(
     record(f"soak-lowest-free-{label}", figures[1], "MiB", (figures[1],) * 2, gpu)
     record(f"soak-reserve-grew-{label}", figures[2], "MiB", (figures[2],) * 2, gpu)
     record(f"soak-errors-{label}", figures[5], f"in {seconds:.0f} s", (figures[5],) * 2, gpu)
+    share = ""
+    if prefills is not None:
+        share = f"{prefills.share:.3f} of {prefills.steps}"
+        record(f"graphs-share-{label}", prefills.share, "ratio", (prefills.share,) * 2, gpu)
     engine.executor.resize((0,) * len(engine.executor.pages))
-    return [label, str(result.kv_tokens), *(f"{f:.0f}" for f in figures)]
+    return [label, str(result.kv_tokens), *(f"{f:.0f}" for f in figures), share]

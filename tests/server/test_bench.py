@@ -18,6 +18,8 @@ from kvline_server.kernels import cuda_experts
 from kvline_server.kernels.cuda_experts import TORCH, ExpertGemms, candidates
 from kvline_server.kernels.experts import Layer, Routing
 from kvline_server.model.config import read_config
+from kvline_server.model.decoder import state_shapes
+from kvline_server.model.loader import RandomSource, checked
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
@@ -69,6 +71,21 @@ def test_an_fp8_model_and_an_fp8_cache_are_compared_with_what_ran_beside_them(
     assert ["llama8b-fp8kv", "nano / llama8b's", "1.200", "1.100", ""] in rows
     assert offline.label("qwen30b", AUTO) == "qwen30b"
     assert offline.label("llama8b-fp8", FP8) == "llama8b-fp8-fp8kv"
+
+
+def test_a_model_is_compared_with_one_of_another_kind_by_its_throughput(
+    recorded: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "CACHES", [AUTO])
+    figures = {"kv-tokens": [1000.0], "r512": [90.0, 100.0]}
+    offline.compared(
+        {
+            ("llama8b", AUTO): figures,
+            ("qwen35-9b", AUTO): {"kv-tokens": [500.0], "r512": [80.0, 75.0], "nano": [1.0]},
+            ("qwen35-35b", AUTO): {"r512": [70.0]},
+        }
+    )
+    assert recorded == {"r512-of-llama8b-qwen35-9b": 0.8}
 
 
 def test_a_benchmark_that_compares_no_caches_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +178,19 @@ def test_every_choice_is_measured_whole_and_by_its_gemms(
     (first, *_), last = experts.shown(timings), experts.shown(timings)[-1]
     assert first == ["torch", "15.0", "1.000", "7.0", "7", "0.00", "best"]
     assert last[:3] == ["32x128x64", "25.0", "1.667"] and not last[-1]
+
+
+def test_what_a_hybrid_s_step_reads_is_its_weights_and_states() -> None:
+    """Of one request without a context all weights but the embedding's, of experts those that a
+    token has."""
+    for name in ("qwen35-9b", "qwen35-35b", "nemotron-h-8b"):
+        model = shapes.SHAPES[name]
+        counted = checked(RandomSource(), model).counts.total()
+        counted -= model.vocabulary * model.hidden
+        states = sum(one.nbytes(torch.bfloat16, torch.float32) for one in state_shapes(model))
+        if (many := model.experts) is not None:
+            unread = (many.count - many.chosen) * 3 * model.hidden * model.intermediate
+            counted -= model.layers * unread
+        read = reads.hybrid_ms(model, 1, 0) * reads.BANDWIDTH / 1e3
+        assert read == pytest.approx(2 * counted + 2 * states, rel=1e-3)
+        assert reads.hybrid_ms(model, 2, 0) > reads.hybrid_ms(model, 1, 0)
