@@ -79,6 +79,10 @@ LAST = len(TILES) - 1
 TURNS = ((TORCH, 0), (0, 1), (LAST, 0)), ((TORCH, 1), (0, 0), (LAST, 1))
 EVERY = (*TURNS[0], *TURNS[1])
 PAIRS = itertools.chain([EVERY], itertools.cycle(TURNS))
+"""
+# Each is a test: as one they computed for a minute, and beside two other programs past its limit.
+CHECKS = {
+    "rows": """
 for rows in (1, 9, 40):
     check(6, 2, rows, 80, 48)
 check(6, 1, 9, 80, 48, renormalise=False)
@@ -90,6 +94,8 @@ check(64, 2, 7, 32, 16, real=3)
 check(64, 2, 8, 32, 16, real=5)
 check(64, 2, 7, 32, 16, real=0)
 check(6, 2, 20, 32, 48, real=17)
+""",
+    "scores": """
 for played in (Played.UNEQUAL, Played.EVEN):
     check(6, 2, 17, 32, 48, played=played)
     check(7, 3, 9, 32, 16, real=5, played=played)
@@ -101,6 +107,8 @@ for rows, renormalise in ((1, True), (9, False), (40, True)):
 check(128, 6, 4, 144, 32, how=SQUARED)
 check(200, 22, 12, 32, 16, how=SQUARED)
 check(60, 22, 3, 32, 16, real=2)
+""",
+    "every-tile": """
 PAIRS = iter([[(choice, 0) for choice in range(TORCH, len(TILES))]])
 check(2, 1, 70, 144, 80)
 
@@ -117,7 +125,8 @@ x, gate_up, down = torch.randn(4, 32), torch.randn(9 * 32, 32), torch.randn(9 * 
 for choice in (TORCH, 0):
     got = gemms.run(x, logits, Layer(gate_up, down), how, given, choice=choice)
     assert got[[0, 3]].isfinite().all() and got[[1, 2]].isnan().all()
-
+""",
+    "far": """
 # An expert behind 2^31 weights; the memory of those before it is never touched. In half precision
 # for its size: the interpreter multiplies no bfloat16.
 half = torch.float16
@@ -133,15 +142,17 @@ for choice in (0, len(TILES) - 1):
     how = Routing(1, True, "silu")
     got = gemms.run(x, logits, Layer(gate_up, down), how, Given(1), choice=choice)
     assert (got - want).norm() < 1e-3 * want.norm()
-"""
+""",
+}
 
 
 @pytest.mark.kernels
-def test_the_gpu_s_kernels_are_the_reference_s() -> None:
+@pytest.mark.parametrize("checks", CHECKS.values(), ids=CHECKS)
+def test_the_gpu_s_kernels_are_the_reference_s(checks: str) -> None:
     """In Triton's interpreter, with what is promised of alignment checked, and what is read before
     it was written shown: rows alone and many, evenly to experts and all to one, more experts than
     pairs, padding that is no number, widths that no block divides."""
-    run(SCRIPT)
+    run(SCRIPT + checks)
 
 
 @pytest.mark.kernels

@@ -222,7 +222,7 @@ def grouped(
     if GEMM == GATED:
         total *= tl.sigmoid(total) * up
     if GEMM == SQUARED:
-        total = tl.maximum(total, 0.0)
+        total = tl.where(total < 0, 0.0, total)  # a NaN stays one
         total *= total
     _store(out, place, end, column, outputs, total)
 
