@@ -172,7 +172,7 @@ def sized(report: SizingReport) -> RenderableType:
     )
     if result.state_slots is not None:
         found = (result.state_slots, result.snapshots or 0, result.slot_bytes or 0)
-        text += f"; {slots_text(*found)}"
+        text += f"; {slots_text(*found, result.state_dtype)}"
     return Group(*waterfalls(reported(report)), text)
 
 

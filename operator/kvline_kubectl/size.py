@@ -7,12 +7,13 @@ import copy
 import dataclasses
 import shlex
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvline_contract.launch import KVCacheDtype
+from kvline_contract.launch import KVCacheDtype, StateDtype
 from kvline_contract.names import KIND, LABEL_SERVICE, base_name
 from kvline_kubectl.cluster import Cluster, Problem
 from kvline_kubectl.size_job import Question, Reports, Say, operator_settings, run
@@ -26,6 +27,7 @@ NUMBERS = (
     "maxTopLogprobs",
     "prefixSnapshots",
 )
+DTYPES: dict[str, type[StrEnum]] = {"kvCacheDtype": KVCacheDtype, "stateDtype": StateDtype}
 
 
 def add_arguments(made: argparse.ArgumentParser) -> None:
@@ -43,14 +45,14 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--load", choices=["weights", "random"], default="weights")
     for field in NUMBERS:
-        flag = "--" + "".join(f"-{c.lower()}" if c.isupper() else c for c in field)
-        made.add_argument(flag, type=int, dest=field, help=f"overrides spec.engine.{field}")
-    made.add_argument(
-        "--kv-cache-dtype",
-        choices=[str(kind) for kind in KVCacheDtype],
-        dest="kvCacheDtype",
-        help="overrides spec.engine.kvCacheDtype",
-    )
+        made.add_argument(_flag(field), type=int, dest=field, help=f"overrides spec.engine.{field}")
+    for field, kinds in DTYPES.items():
+        made.add_argument(
+            _flag(field),
+            choices=[str(kind) for kind in kinds],
+            dest=field,
+            help=f"overrides spec.engine.{field}",
+        )
     made.add_argument(
         "--compare",
         metavar="FIELD=VALUE,...",
@@ -58,6 +60,10 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
         help="measure this too with each of these changes alone, such as kvCacheDtype=fp8,"
         "memory=4Gi, one after the other in a pod with room for all",
     )
+
+
+def _flag(field: str) -> str:
+    return "--" + "".join(f"-{c.lower()}" if c.isupper() else c for c in field)
 
 
 def command(a: argparse.Namespace, has_image: bool) -> str:
@@ -122,7 +128,7 @@ def changed(body: Object, a: argparse.Namespace) -> Object:
     spec = after["spec"]
     sections = {
         "resources": ("memory", "gpus"),
-        "engine": (*NUMBERS, "kvCacheDtype"),
+        "engine": (*NUMBERS, *DTYPES),
         "capacity": ("headroomMiB",),
     }
     for section, fields in sections.items():

@@ -36,6 +36,13 @@ class KVCacheDtype(StrEnum):
     FP8 = "fp8"  # e4m3, with a scale of each layer's keys and one of its values
 
 
+class StateDtype(StrEnum):
+    """Of the matrices in recurrent states; what a step computes is float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"  # of a gated delta rule alone (docs/decisions/060)
+
+
 class Method(StrEnum):
     """Where draft tokens come from."""
 
@@ -103,6 +110,7 @@ class EngineOptions:
     tool_call_parser: ToolCallParser | None = field(omit_none=True, default=None)
     # Recurrent states kept for prefixes, of a model that has layers with a state.
     prefix_snapshots: int | None = field(low=0, high=65536, omit_none=True, default=None)
+    state_dtype: StateDtype | None = field(omit_none=True, default=None)  # of the same models
 
 
 MOST_SNAPSHOTS = 64  # of recurrent states, where the spec does not say
@@ -214,6 +222,7 @@ class Record:
     # As a Result's: the tokens are what these leave.
     state_slots: int | None = field(low=1, omit_none=True, default=None)
     snapshots: int | None = field(omit_none=True, default=None)
+    state_dtype: str | None = field(limit=16, omit_none=True, default=None)
 
     def had_less_free_than(self, free_mib: int) -> bool:
         """Whether it was taken with less memory free, as beside another process."""
@@ -235,6 +244,7 @@ class Record:
             ranks=len(result.ranks) if len(result.ranks) > 1 else None,
             state_slots=result.state_slots,
             snapshots=result.snapshots,
+            state_dtype=result.state_dtype,
         )
 
 

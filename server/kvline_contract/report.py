@@ -218,11 +218,14 @@ class Result:
     full_bytes_per_token: int | None = field(low=1, omit_none=True, default=None)
     # KV tokens that a sequence of the longest length takes; absent where these are all of its own.
     sequence_tokens: int | None = field(low=1, omit_none=True, default=None)
-    # Slots of recurrent states: of sequences that run at once, and of prefixes; and the bytes of
-    # one, on a rank. Absent where no layer keeps a state.
+    # Slots of recurrent states: of sequences that run at once, and of prefixes; the bytes of one,
+    # on a rank, and the dtype of its matrices. Absent where no layer keeps a state.
     state_slots: int | None = field(low=1, omit_none=True, default=None)
     snapshots: int | None = field(omit_none=True, default=None)
     slot_bytes: int | None = field(low=1, omit_none=True, default=None)
+    state_dtype: str | None = field(limit=16, omit_none=True, default=None)
+    # Those bytes with StateDtype.BFLOAT16, where that is served and was not asked for.
+    bfloat16_slot_bytes: int | None = field(low=1, omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -240,8 +243,7 @@ class Result:
 
     @property
     def binding_rank(self) -> int:
-        """The rank that limits the budget, which is the smallest over ranks: the one with the least
-        left."""
+        """The rank that limits the budget: the one with the least left."""
         return min(range(len(self.ranks)), key=lambda rank: self.ranks[rank].mib(HEADROOM))
 
     @property

@@ -22,6 +22,7 @@ from kvline_contract.launch import (
     Model,
     Records,
     Speculation,
+    StateDtype,
     ToolCallParser,
 )
 from kvline_contract.memory import MemoryV1
@@ -72,6 +73,8 @@ launches = st.builds(
         st.none() | st.builds(Speculation, st.sampled_from(Method), optional(1, 7)),
         optional(1, 2**31 - 1),
         st.none() | st.sampled_from(ToolCallParser),
+        optional(0, 65536),
+        st.none() | st.sampled_from(StateDtype),
     ),
     capacity=st.builds(CapacityOptions, optional(16, 2**40), optional(0, 65536)),
     require_api_key=st.booleans(),

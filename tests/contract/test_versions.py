@@ -276,19 +276,21 @@ def test_a_report_without_slots_is_read_and_the_lesser_capacity_counts() -> None
     report = validated(memory(weights=5, states=7, snapshots=2))
     plain = result(report)
     assert plain.state_slots is plain.snapshots is plain.slot_bytes is None
-    for absent in ("stateSlots", "snapshots", "slotBytes"):
+    assert plain.state_dtype is None and plain.bfloat16_slot_bytes is None
+    for absent in ("stateSlots", "snapshots", "slotBytes", "stateDtype", "bfloat16SlotBytes"):
         assert absent not in json.loads(report.dumps())["result"]
     length = plain.kv_tokens // 4
     assert plain.sequences(length) == 4
     for slots, least in ((3, 3), (4, 4), (9, 4)):
         hybrid = replace(plain, state_slots=slots, snapshots=0, slot_bytes=1 << 20)
+        hybrid = replace(hybrid, state_dtype="float32", bfloat16_slot_bytes=1 << 19)
         assert hybrid.sequences(length) == least
         assert replace(hybrid, sequence_tokens=2 * length).sequences(length) == min(2, slots)
         for version in (1, 2, 3):
             again = SizingReport.parse(replace(report, result=hybrid).dumps(version))
             assert again.result == hybrid
         record = decode(Record, loads(dumps(Record.of(hybrid)), 1 << 16), strict=True)
-        assert (record.state_slots, record.snapshots) == (slots, 0)
+        assert (record.state_slots, record.snapshots, record.state_dtype) == (slots, 0, "float32")
 
 
 def test_only_the_token_itself_is_known_by_its_digest() -> None:

@@ -74,6 +74,7 @@ def test_a_hybrid_has_two_capacities_and_neither_is_lost_unasked(
     capacity = status(space)["capacity"]
     assert (capacity["kvTokens"], capacity["sequences"], capacity["snapshots"]) == (2048, 16, 4)
     assert capacity["fullLengthSequences"] == 2048 // 512 and capacity["slotBytes"] == SLOT
+    assert capacity["stateDtype"] == "float32" and SLOT / 2 < capacity["bfloat16SlotBytes"] < SLOT
     parts = {part["name"]: part["mib"] for part in capacity["memory"]["parts"]}
     assert parts["states"] == 17 * SLOT >> 20 and parts["snapshots"] == 4 * SLOT >> 20
     row = columns(space.kubectl("get", "kvl", "-o", "wide").stdout)

@@ -295,6 +295,68 @@ def test_gated_norms_are_those_of_the_cpu() -> None:
             near(got.cpu(), want.double(), 3e-3)
 
 
+@pytest.mark.parametrize("rows", LENGTHS)
+def test_a_state_in_bfloat16_is_that_of_float32_rounded(rows: int) -> None:
+    """Of a prompt, and of rows that go on from such a state, in every form of the kernels."""
+    wide, small = fresh(delta_rule), fresh(delta_rule, torch.bfloat16)
+    for at, count in enumerate((rows, 1, rows)):
+        x, gates = wide.inputs(count, seed=at)
+        steps = [(count, 1, 1 if at else DUMMY)]
+        want, got = (each.run(x, gates, steps) for each in (wide, small))
+        near(got, want.double(), 1e-3)
+        rounded = wide.states.matrices[1].bfloat16()
+        near(small.states.matrices[1], rounded.double(), 5e-4)
+        assert torch.equal(small.states.inputs[1], wide.states.inputs[1])
+        small.states.matrices[1] = rounded  # the next ones start from the same
+        wide.states.matrices[1] = rounded.float()
+    untouched(small, [slot for slot in range(SLOTS) if slot != 1])
+
+
+@pytest.mark.parametrize("rows", [64, 65, 200])
+def test_snapshots_in_bfloat16_are_states_at_a_chunk(rows: int) -> None:
+    """Within a step the state stays in float32, so only where it was stored it is rounded."""
+    model = fresh(delta_rule, torch.bfloat16)
+    x, gates = model.inputs(rows)
+    kept = [(0, at, 5 + at // CHUNK) for at in range(CHUNK, rows + 1, CHUNK)]
+    whole = model.run(x, gates, [(rows, 2, DUMMY)], kept)
+    near(whole, model.want(rows)[0])
+    for at in range(CHUNK, rows + 1, CHUNK):
+        near(model.states.matrices[5 + at // CHUNK], model.want(at)[2])
+        if left := rows - at:
+            resumed = model.run(x[at:], gates[at:], [(left, 3, 5 + at // CHUNK)])
+            near(resumed, whole[at:].double(), 2 * OFF)
+    untouched(model, [0, 1, 10, 11])
+
+
+def test_a_captured_step_reads_and_writes_states_in_bfloat16() -> None:
+    """Slots by decodes beside padding, for 64 rows of each: near what float32 has."""
+    model, rows, decodes = fresh(delta_rule, torch.bfloat16), 4, 64
+    slots, sources = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))
+    plan = model.kernels.plan_in_place(slots, sources)
+    x, gates = (each.clone() for each in model.inputs(rows))
+    model.planned(x, gates, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model.planned(x, gates, plan)
+    own = [model.inputs(decodes, seed=slot) for slot in (1, 2, 3)]
+    made = []
+    x.fill_(NAN)
+    slots[:3] = torch.arange(1, 4)
+    for step in range(decodes):
+        for row, (each, own_gates) in enumerate(own):
+            x[row], gates[row] = each[step], own_gates[step]
+        sources.copy_(slots if step else torch.zeros_like(slots))
+        graph.replay()
+        made.append(out.clone())
+    got = torch.stack(made)
+    assert (got[:, 3] == 0).all()
+    for row in range(3):
+        want = model.want(decodes, seed=row + 1)
+        near(got[:, row], want[0], 3e-2)
+        near(model.states.matrices[row + 1], want[2], 3e-2)
+    untouched(model, [0, 4, 5])
+
+
 @torch.inference_mode()
 def test_the_drift_of_a_state_levels_off(capsys: pytest.CaptureFixture[str]) -> None:
     """8,192 decodes against float64: in float32 it stays at rounding, in bfloat16 below a part in a

@@ -72,6 +72,8 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("engine.toolCallParser", "Hermes", ROLLS),
     ("engine.prefixSnapshots", -1, "spec.engine.prefixSnapshots"),
     ("engine.prefixSnapshots", 64, ROLLS),
+    ("engine.stateDtype", "fp8", "spec.engine.stateDtype"),
+    ("engine.stateDtype", "bfloat16", ROLLS),
     ("capacity.minKVTokens", 2000, STAYS),
     ("capacity.minSequences", 5, "must not exceed engine.maxRunningRequests"),
     ("capacity.minSequences", 4, STAYS),

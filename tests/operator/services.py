@@ -74,14 +74,17 @@ def ready_pod(tokens: int = 4096, name: str = "chat-aaaaa-1", **more: Any) -> Po
 
 
 def hybrid_pod(
-    tokens: int = 4096, slots: int = 256, snapshots: int = 64, name: str = "chat-aaaaa-1"
+    tokens: int = 4096,
+    slots: int = 256,
+    snapshots: int = 64,
+    name: str = "chat-aaaaa-1",
+    **more: Any,
 ) -> PodView:
     """Of a model whose layers keep recurrent states, each as large as 8 KV tokens."""
     plain = ready_pod(tokens, name)
     assert plain.report is not None and plain.report.result is not None
-    result = replace(
-        plain.report.result, state_slots=slots, snapshots=snapshots, slot_bytes=8 * 512
-    )
+    has = {"state_slots": slots, "snapshots": snapshots, "slot_bytes": 8 * 512, **more}
+    result = replace(plain.report.result, **has)
     return replace(plain, report=replace(plain.report, result=result))
 
 

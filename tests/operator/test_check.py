@@ -24,6 +24,7 @@ from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import canonical, parse
 from kvline_operator.errors import Invalid
 from kvline_operator.observe.slots import Slots
+from kvline_operator.plan.forecast import ROUNDING
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import CapacityStatus, Spread
 from kvline_operator.store.revision_state import Expiry, RevisionState
@@ -174,6 +175,25 @@ def test_what_cannot_be_compared_is_held_until_the_spec_has_a_minimum() -> None:
     new["spec"]["capacity"] = {"minKVTokens": 10**6}
     assert asked(new).result is Result.REJECTED  # four times as many at most
     assert asked(service(model={"source": "pvc://models/other"})).result is Result.HELD
+
+
+def test_states_in_bfloat16_are_held_until_the_spec_has_a_minimum() -> None:
+    """At half of their bytes they leave more KV tokens, never fewer: 5 for each of 81 slots, beside
+    what pages round."""
+    before = hybrid(16)
+    assert before.capacity is not None
+    capacity = replace(before.capacity, bfloat16_slot_bytes=5 * EACH)
+    asked_now = {**ENGINE, "prefixSnapshots": 64}
+    served = revision(service(engine=asked_now), replace(before, capacity=capacity))
+    new = service(engine={**asked_now, "stateDtype": "bfloat16"})
+    answer = check(new, (served,), False)
+    assert answer.result is Result.HELD and "spec.engine.stateDtype is bfloat16" in answer.message
+    for least, result in ((16_000, Result.PASSES), (10**6, Result.REJECTED)):
+        new["spec"]["capacity"] = {"minKVTokens": least}
+        answer = check(new, (served,), False)
+        assert answer.result is result
+        assert answer.low == TOKENS and answer.high is not None
+        assert 81 * 5 <= answer.high - TOKENS <= 81 * 5 + ROUNDING
 
 
 def test_a_pin_below_the_threshold_is_rejected() -> None:

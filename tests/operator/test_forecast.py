@@ -52,12 +52,12 @@ class Machine:
             frees * (count * (self.window + 32) + rows) * self.hidden // scale
             for count in range(MOST + 1)
         ]
-        asked = engine.get("prefixSnapshots")
+        asked, small = engine.get("prefixSnapshots"), engine.get("stateDtype") == "bfloat16"
 
         def states(running: int) -> int:
             """Of sequences, of prefixes, and of rows that only fill a batch."""
             kept = usual_snapshots(running) if asked is None else asked
-            return (running + kept + 1) * self.state
+            return (running + kept + 1) * self._slot(small)
 
         reserved = [taken + states(count) for count, taken in enumerate(windows)]
         running = engine["maxRunningRequests"] or self._running(
@@ -98,14 +98,19 @@ class Machine:
             fingerprint="f",
             cache_dtype="float32",
             full_bytes_per_token=full if self.hidden else None,
-            **self._slots(running, asked),
+            **self._slots(running, asked, small),
         )
 
-    def _slots(self, running: int, asked: int | None) -> Object:
+    def _slot(self, small: bool) -> int:
+        """Inputs of the convolution, a part in 32, keep their dtype."""
+        return self.state // 32 + self.state * 31 // 64 if small else self.state
+
+    def _slots(self, running: int, asked: int | None, small: bool) -> Object:
         if not self.state:
             return {}
         snapshots = usual_snapshots(running) if asked is None else asked
-        return {"sequences": running, "snapshots": snapshots, "slot_bytes": self.state}
+        found = {"sequences": running, "snapshots": snapshots, "slot_bytes": self._slot(small)}
+        return found | ({} if small else {"bfloat16_slot_bytes": self._slot(True)})
 
     def _running(self, reserved: list[int], left: int) -> int:
         """Where the spec does not say."""
@@ -146,6 +151,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "kvCacheDtype": st.sampled_from(["auto", "fp8"]),
     "headroomMiB": st.integers(0, 256),
     "prefixSnapshots": st.one_of(st.none(), st.integers(0, MOST)),
+    "stateDtype": st.sampled_from([None, "float32", "bfloat16"]),
 }
 settings = st.fixed_dictionaries(FIELDS)
 
@@ -398,7 +404,37 @@ def test_what_sets_how_many_requests_run_has_no_bound_where_windows_are_kept_for
     assert bounds(made, inputs, after) != Bounds(0, None)
 
 
-@pytest.mark.parametrize(("field", "value"), [("prefixSnapshots", 32), ("kvCacheDtype", "fp8")])
+def test_states_in_bfloat16_leave_half_of_their_memory_at_most() -> None:
+    """Of those that are asked for with it; as a row where the model is served so."""
+    hybrid = replace(CPU, gpu=True, state=4 << 20)
+    before = inputs_of({**GIVEN, "prefixSnapshots": 32}, True)
+    made = hybrid.size(before, 2048)
+    assert made is not None and made.bfloat16_slot_bytes is not None
+
+    def found(made: CapacityStatus, **engine: Any) -> Bounds:
+        return bounds(made, before, {**before, "engine": {**before["engine"], **engine}})
+
+    gained = (16 + 32 + 1) * ((4 << 20) - made.bfloat16_slot_bytes) / 46080
+    asked = found(made, stateDtype="bfloat16")
+    assert asked.low == made.kv_tokens and asked.high is not None
+    assert abs(asked.high - made.kv_tokens - gained) < 64
+    assert found(made, stateDtype="float32") == found(made), "which is the default"
+    (row,) = (r for r in estimates(made, before, 16) if r.field.endswith("stateDtype"))
+    assert (row.value, row.bound, row.kv_tokens) == ("bfloat16", "AtMost", asked.high)
+    more = found(made, stateDtype="bfloat16", prefixSnapshots=64)
+    after = (16 + 64 + 1) * made.bfloat16_slot_bytes - (16 + 32 + 1) * (4 << 20)
+    assert more.high is not None and abs(more.high - made.kv_tokens + after / 46080) < 64
+    refused = replace(made, bfloat16_slot_bytes=None)  # of Mamba2
+    assert found(refused, stateDtype="bfloat16") == Bounds(0, None)
+    assert "stateDtype" not in fields(refused, before, 16)
+    plain = replace(refused, sequences=None, snapshots=None, slot_bytes=None)
+    assert found(plain, stateDtype="float32") == Bounds(0, None), "it does not start"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prefixSnapshots", 32), ("kvCacheDtype", "fp8"), ("stateDtype", "bfloat16")],
+)
 def test_what_sets_how_many_requests_run_has_no_bound_where_each_has_a_state(
     field: str, value: object
 ) -> None:
@@ -408,7 +444,7 @@ def test_what_sets_how_many_requests_run_has_no_bound_where_each_has_a_state(
     assert made is not None
     after = {**before, "engine": {**before["engine"], field: value}}
     assert bounds(made, before, after) == Bounds(0, None)
-    assert not {"prefixSnapshots", "kvCacheDtype"} & set(fields(made, before, 8))
+    assert not {"prefixSnapshots", "kvCacheDtype", "stateDtype"} & set(fields(made, before, 8))
     asked = {**after, "engine": {**after["engine"], "maxRunningRequests": made.sequences}}
     assert bounds(made, before, asked).high is not None, "then as many run as before"
 

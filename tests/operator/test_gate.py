@@ -12,7 +12,7 @@ from services import ready_pod
 from test_state_document import STATES
 
 from kvline_contract.codec import dumps
-from kvline_contract.launch import GateFile, KVCacheDtype
+from kvline_contract.launch import GateFile, KVCacheDtype, StateDtype
 from kvline_operator.observe.pods import Measured
 from kvline_operator.plan.acceptance import baseline_of, comparison_group
 from kvline_operator.plan.gate import (
@@ -30,6 +30,9 @@ GROUP = ComparisonGroup("hf://org/model", 1)
 BASELINE = Baseline(GROUP, 100, {"H200": 1000, "": 500})
 PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
 FP8 = replace(PLAIN, group=replace(GROUP, kv_cache_dtype=KVCacheDtype.FP8))
+SMALL_STATES = Candidate(
+    replace(GROUP, state_dtype=StateDtype.BFLOAT16), (Measured("H200", 1990, 100),)
+)
 
 
 def test_one_dtype_read_from_two_revisions_can_be_compared() -> None:
@@ -176,6 +179,24 @@ def test_an_upgrade_that_starts_to_free_windows_is_compared_with_one_that_kept_a
             GateResult.REJECTED,
             1991,
             "1 short; not compared: spec.engine.kvCacheDtype is fp8, not auto",
+        ),
+        (
+            "states in bfloat16 without a minimum, whatever it measures",
+            SMALL_STATES,
+            0,
+            GateResult.HELD,
+            0,
+            "measured 1990 KV tokens, which cannot be compared (spec.engine.stateDtype is "
+            "bfloat16, not float32: recurrent states of another precision): set "
+            "spec.capacity.minKVTokens, or promote it by spec.rollout.promote",
+        ),
+        (
+            "states in bfloat16 with a minimum",
+            SMALL_STATES,
+            1990,
+            GateResult.PASSED,
+            1990,
+            "1990 are required (spec.capacity.minKVTokens); not compared: spec.engine.stateDtype",
         ),
         (
             "a GPU model never seen",

@@ -25,12 +25,12 @@ def test_shared_flags_stand_before_or_behind_the_command(words: str) -> None:
 
 def test_size_takes_each_field_that_makes_a_budget() -> None:
     words = "size llm --max-model-len 99 --kv-cache-dtype fp8 --gpus 2 --headroom-mib 300"
-    asked = parser().parse_args(words.split())
+    asked = parser().parse_args([*words.split(), "--state-dtype", "bfloat16"])
     body = {"spec": {"model": {}, "resources": {"memory": "2Gi"}, "engine": {"maxModelLen": 5}}}
     assert changed(body, asked)["spec"] == {
         "model": {},
         "resources": {"memory": "2Gi", "gpus": 2},
-        "engine": {"maxModelLen": 99, "kvCacheDtype": "fp8"},
+        "engine": {"maxModelLen": 99, "kvCacheDtype": "fp8", "stateDtype": "bfloat16"},
         "capacity": {"headroomMiB": 300},
     }
     assert body["spec"]["engine"] == {"maxModelLen": 5}

@@ -6,6 +6,7 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -147,7 +148,8 @@ def test_a_part_that_no_reader_knows_is_shown_everywhere() -> None:
 def test_recurrent_states_are_shown_where_a_model_has_them() -> None:
     view = rolled_back()
     assert "Sequences at once" not in page("/services/team/smollm2")
-    has = {"sequences": 1024, "snapshots": 64, "slotBytes": 153_944_064}
+    has: dict[str, Any] = {"sequences": 1024, "snapshots": 64, "slotBytes": 153_944_064}
+    has["stateDtype"] = "float32"
     view.status["capacity"].update(has)
     parts = (Part("states", 1500, "1,024 sequences"), Part("snapshots", 94), Part("others", 454))
     view.status["capacity"]["memory"] = encode(MemoryV1.of(Memory(2048, parts)))
@@ -155,7 +157,9 @@ def test_recurrent_states_are_shown_where_a_model_has_them() -> None:
     shown.put(view)
     story = page("/services/team/smollm2", shown)
     assert "Sequences at once" in story and "<b>1,024</b>" in story
-    assert "1,024 sequences at once and 64 snapshots of prefixes, 146.8 MiB each" in story
+    assert (
+        "1,024 sequences at once and 64 snapshots of prefixes, 146.8 MiB each in float32" in story
+    )
     assert "states <small>1,024 sequences</small>" in story
     style = (Path(view_model.__file__).parent / "static" / "style.css").read_text()
     for part in ("states", "snapshots"):

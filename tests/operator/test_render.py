@@ -15,6 +15,7 @@ from kvline_contract.launch import (
     KVCacheDtype,
     LaunchConfig,
     Method,
+    StateDtype,
     ToolCallParser,
 )
 from kvline_contract.names import base_name
@@ -303,6 +304,21 @@ def test_the_cache_s_dtype_is_a_field_of_the_launch_file_and_of_what_is_compared
     assert found == [None, KVCacheDtype.AUTO, KVCacheDtype.FP8]
     absent, auto, fp8 = (comparison_group(each.inputs) for each in specs)
     assert absent == auto != fp8
+
+
+def test_the_states_dtype_is_a_field_of_the_launch_file_and_of_what_is_compared() -> None:
+    """Absent it is float32 for the gate, and no key of a file that earlier images read."""
+    specs = [spec(engine=engine) for engine in ({}, *({"stateDtype": k} for k in StateDtype))]
+    found = []
+    for each in specs:
+        launch = controller_revision(each, wanted(each, [], "image"), Settings("image"))["data"][
+            "launch"
+        ]
+        found.append(LaunchConfig.parse(launch).engine.state_dtype)
+        assert ("stateDtype" in launch) == bool(each.inputs.get("engine"))
+    assert found == [None, StateDtype.FLOAT32, StateDtype.BFLOAT16]
+    absent, default, small = (comparison_group(each.inputs) for each in specs)
+    assert absent == default != small
 
 
 def test_speculation_is_in_the_launch_file_where_it_is_asked_for() -> None:

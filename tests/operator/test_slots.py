@@ -23,6 +23,7 @@ from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.plan.trade import Asked, Trade
 from kvline_operator.report import status
+from kvline_operator.report.display import slots
 from kvline_operator.report.effective import effective
 from kvline_operator.store import revision_state
 from kvline_operator.store.capacity_status import CapacityStatus, retained
@@ -194,6 +195,19 @@ def test_another_model_is_compared_in_neither() -> None:
     assert few.result is REJECTED and few.sequences == Sequences(8, 9, 0)
 
 
+def test_states_of_another_dtype_are_compared_in_neither() -> None:
+    """Fewer sequences are no loss and more no gain, by the dtype's name."""
+    other = replace(candidate(9, 512), group=replace(GROUP, state_dtype="bfloat16"))
+    held = evaluate(other, BASELINE, Thresholds(0, 95))
+    assert held.result is HELD and "spec.engine.stateDtype is bfloat16, not float32" in held.message
+    few = replace(candidate(9, 8), group=other.group)
+    assert evaluate(few, BASELINE, Thresholds(9, 95)).result is PASSED
+    assert evaluate(few, BASELINE, Thresholds(9, 95, min_sequences=9)).result is REJECTED
+    back = replace(BASELINE, group=other.group)
+    assert "is float32, not bfloat16" in evaluate(candidate(9, 8), back, Thresholds(0, 95)).message
+    assert evaluate(replace(other, promoted=True), BASELINE, Thresholds(0, 95)).result is PASSED
+
+
 def test_a_spec_s_trade_is_known_before_a_replica_is_measured() -> None:
     """So the gate file that the first pod starts with has it."""
     unmeasured = replace(candidate(1, 1, asked=Asked(512, 64)), replicas=())
@@ -334,6 +348,29 @@ def test_a_status_has_both_and_the_lesser_of_them() -> None:
     assert not {"sequences", "snapshots", "slotBytes"} & set(plain["capacity"])
     assert "sequences" not in plain["replicaSizing"][0]
     assert "prefixSnapshots" not in effective(service_state(ready_pod()))["engine"]
+
+
+def test_a_status_has_the_dtype_of_states_and_what_the_other_one_would_take() -> None:
+    """As a replica reports it: a server before there was a choice does not."""
+    made = service_state(hybrid_pod(state_dtype="float32", bfloat16_slot_bytes=2100))
+    out, _ = status.build(made, {}, "now")
+    assert out["capacity"]["stateDtype"] == "float32"
+    assert out["capacity"]["bfloat16SlotBytes"] == 2100
+    assert out["effective"]["engine"]["stateDtype"] == "float32"
+    assert slots(out).endswith("MiB each in float32")
+    small = service_state(
+        hybrid_pod(state_dtype="bfloat16"), spec={"engine": {"stateDtype": "bfloat16"}}
+    )
+    out, _ = status.build(small, {}, "now")
+    assert out["capacity"]["stateDtype"] == out["effective"]["engine"]["stateDtype"] == "bfloat16"
+    assert "bfloat16SlotBytes" not in out["capacity"] and slots(out).endswith("in bfloat16")
+    before, _ = status.build(service_state(hybrid_pod()), {}, "now")
+    assert "stateDtype" not in before["capacity"] | before["effective"]["engine"]
+    assert slots(before).endswith("MiB each")
+    pods = hybrid_pod(state_dtype="float32"), hybrid_pod()
+    now, old = (CapacityStatus.of([pod.report]) for pod in pods)
+    kept = retained(old, now, "t")
+    assert kept is not None and kept.state_dtype == "float32", "an upgrade of the server adds it"
 
 
 def test_the_fewest_sequences_are_shown_whichever_replica_has_them() -> None:

@@ -73,6 +73,7 @@ def test_a_bad_source_is_named(text: Any) -> None:
     ("engine", "why"),
     [
         ({"kvCacheDtype": "int4"}, "spec.engine.kvCacheDtype must be auto or fp8, got 'int4'"),
+        ({"stateDtype": "fp8"}, "spec.engine.stateDtype must be float32 or bfloat16, got 'fp8'"),
         ({"toolCallParser": "GLM"}, "spec.engine.toolCallParser must be Llama3JSON or Pythonic or"),
         ({"maxBeams": 2}, "spec.engine.maxBeams: this operator does not know it; upgrade"),
     ],
@@ -101,6 +102,7 @@ def test_defaults_are_not_invented() -> None:
         ({"capacity": {"minKVTokens": 5}}, False),
         ({"capacity": {"minSequences": 5}}, False),
         ({"engine": {"prefixSnapshots": 0}}, True),
+        ({"engine": {"stateDtype": "bfloat16"}}, True),
         ({"capacity": {"kvTokens": 4096}}, True),
         ({"capacity": {"headroomMiB": 64}}, True),
         ({"engine": {"maxModelLen": 4096}}, True),

@@ -70,11 +70,12 @@ def mapped(
     kept: torch.dtype = torch.float32,
     scales: tuple[Scales, ...] = (),
     slots: int = 2,
+    matrices: torch.dtype = torch.float32,
 ) -> GroupedArena:
     """So many pages of each group, and slots of recurrent states, in host memory."""
     groups = cache_groups(made.config, longest, kept, scales)
     shapes, kernels = state_shapes(made.config), made.kernels
-    states = StateArena(shapes, slots, kernels.dtype, torch.float32, kernels.device).layers()
+    states = StateArena(shapes, slots, kernels.dtype, matrices, kernels.device).layers()
     limit = pages * max(each.page_bytes for each in groups)
     arena = GroupedArena(groups, HostArena, limit, states)
     arena.resize((pages,) * len(groups))
@@ -98,13 +99,14 @@ def engine(
     draft_tokens: int = 0,
     matchers: Matchers | None = None,
     snapshots: int = 8,
+    matrices: torch.dtype = torch.float32,
 ) -> Engine:
     made = decoder(folder, model_len, kernels)
     scales: tuple[Scales, ...] = ()
     if fp8_cache:
         scales, _ = kv_scales.read(SafetensorsSource(folder), made.config)
     kept = torch.float8_e4m3fn if fp8_cache else torch.float32
-    arena = mapped(made, model_len, pages, kept, scales, 1 + running + snapshots)
+    arena = mapped(made, model_len, pages, kept, scales, 1 + running + snapshots, matrices)
     states = StatePool(running, snapshots) if made.config.recurrent else None
     runner = Worker(made, arena, rows, running, decode_rows(running, step, draft_tokens))
     executor = Local(runner, cpu_device(None, os.getpid()))

@@ -59,6 +59,8 @@ def mistake(*words: object, **options: Any) -> tuple[int, str]:
         (["--config", "F", "--gpus", "2"], 20, "--config F takes no --gpus"),
         (["--model", "M", "--max-model-len", "1"], 20, "--max-model-len: expected 16 to"),
         (["--model", "M", "--kv-cache-dtype", "fp4"], 2, "'fp4' (choose from"),
+        (["--model", "M", "--state-dtype", "fp8"], 2, "'fp8' (choose from"),
+        (["--config", "F", "--state-dtype", "bfloat16"], 20, "takes no --state-dtype"),
         (["--model", "M", "--tool-call-parser", "hermes"], 2, "'hermes' (choose from"),
         (["--config", "F", "--tool-call-parser", "Hermes"], 20, "takes no --tool-call-parser"),
         (["--model", "M", "--headroom-mib", "-1"], 20, "--headroom-mib: expected"),

@@ -59,7 +59,10 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("fp8", "expected FIELD=VALUE, of maxModelLen, .*prefixSnapshots, gpus, .*; got 'fp8'"),
+        (
+            "fp8",
+            "expected FIELD=VALUE, of maxModelLen, .*, stateDtype, gpus, .*; got 'fp8'",
+        ),
         ("device=cuda", "got 'device=cuda'"),
         ("gpus=", "got 'gpus='"),
         ("", "got ''"),
@@ -150,9 +153,10 @@ def test_weights_that_cannot_be_otherwise_are_not_compared(
 
 
 def test_every_setting_of_the_engine_can_be_compared() -> None:
-    assert {"maxModelLen", "maxRunningRequests", "kvCacheDtype", "gpus"} < set(SETTINGS)
+    assert {"maxModelLen", "maxRunningRequests", "kvCacheDtype", "stateDtype"} < set(SETTINGS)
+    named = {"kvCacheDtype": "fp8", "stateDtype": "bfloat16", "gpus": "8"}
     for field in SETTINGS:
-        value = "fp8" if field == "kvCacheDtype" else "8" if field == "gpus" else "20"
+        value = named.get(field, "20")
         _, choice = choices(f"{field}={value}", GIVEN, NOWHERE)
         assert choice.launch != GIVEN
 
@@ -172,6 +176,7 @@ def hybrid(name: str, tokens: int, running: int | None, snapshots: int | None) -
         state_slots=running,
         snapshots=snapshots,
         slot_bytes=slot,
+        state_dtype=None if running is None else "bfloat16",
     )
     return Measured(name, replace(report, result=has))
 
@@ -191,7 +196,7 @@ def test_recurrent_states_have_columns_where_a_choice_has_them() -> None:
     result = given.report.result
     assert result is not None
     text = summary(given.report, result)
-    assert "256 sequences at once and 64 snapshots of prefixes of 10.0 MiB each" in text
+    assert "256 sequences at once and 64 snapshots of prefixes of 10.0 MiB each in bfloat16" in text
     plain = hybrid(AS_GIVEN, 200_000, None, None).report
     assert plain.result is not None and "snapshots" not in summary(plain, plain.result)
 

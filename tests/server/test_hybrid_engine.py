@@ -6,8 +6,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engines import engine, finish, greedy, worker
 from hybrid_models import build, save
 
@@ -93,6 +96,62 @@ def test_a_turn_goes_on_from_the_state_that_the_answer_before_left(
     follows = prompt + answer + [5, 6, 7]
     assert texts(warm, [follows]) == texts(engine(folder, step=128), [follows])
     assert states.hit == (len(prompt) + 99) // BOUNDARY * BOUNDARY
+
+
+def test_states_in_bfloat16_answer_nearly_as_those_in_float32(
+    folder_of: Callable[[str], Path],
+) -> None:
+    """And the same tokens whatever else a step computes and wherever prompts are cut."""
+    folder, prompts = folder_of("qwen3.5"), PROMPTS[3:]
+
+    def scored(**more: Any) -> tuple[list[np.ndarray], list[list[int]], list[np.ndarray]]:
+        """Logprobs of each prompt's tokens but for its first; answers, and their logprobs."""
+        made = engine(folder, rows=256, **more)
+        spoil(made)
+        for id, prompt in enumerate(prompts):
+            made.submit(id, list(prompt), greedy(20, prompt_logprobs=0, logprobs=0))
+        outputs = [each for _, each in sorted(finish(made).items())]
+        given = [[x.prompt_scores.values for x in each if x.prompt_scores] for each in outputs]
+        answers = [[t for item in each for t in item.tokens] for each in outputs]
+        values = [np.concatenate([x.scores.values for x in each if x.scores]) for each in outputs]
+        return [one for (one,) in given], answers, values
+
+    wide, small = scored(step=512), scored(step=512, matrices=torch.bfloat16)
+    for one, other in zip(wide[0], small[0], strict=True):
+        assert np.abs(one - other).max() < 0.03, "nats"
+    for *answers, one, other in zip(wide[1], small[1], wide[2], small[2], strict=True):
+        same = next((n for n, (a, b) in enumerate(zip(*answers, strict=True)) if a != b), 20)
+        assert same >= 3 and 0 < np.abs(one - other)[:same].max() < 0.3, "nats"
+    again = scored(step=8 + BOUNDARY, running=3, matrices=torch.bfloat16)
+    assert again[1] == small[1]
+    for one, other in zip(small[0], again[0], strict=True):
+        assert np.abs(one - other).max() < 1e-3
+
+
+def test_snapshots_and_preemption_conserve_slots_in_bfloat16(
+    folder_of: Callable[[str], Path],
+) -> None:
+    """The tokens of a prefix that goes on from a snapshot are those of a cold start. `finish`
+    checks that no slot is lost after each step."""
+    folder, turn = folder_of("qwen3.5"), PROMPTS[-1]
+    warm = engine(folder, step=128, matrices=torch.bfloat16)
+    for count in (64, 130, 200, 200):
+        cold = engine(folder, step=128, matrices=torch.bfloat16)
+        assert texts(warm, [turn[:count]]) == texts(cold, [turn[:count]])
+        spoil(warm)
+    states = warm.caches.states
+    assert states is not None and states.hit == 64 + 128 + 192 and not states.lost
+    few = engine(folder, pages=24, step=128, matrices=torch.bfloat16)
+    made = texts(few, PROMPTS * 2)
+    assert few.scheduler.preemptions and all(len(tokens) == 20 for tokens in made)
+    states = few.caches.states
+    assert states is not None and not states.used
+    assert states.free + states.cached == states.total
+    for layer in worker(few).arena.layers():
+        if isinstance(layer, States):
+            assert layer.matrices.dtype == torch.bfloat16
+            kept = [each.slot for each in states._of.values()]
+            assert layer.matrices[kept].isfinite().all()
 
 
 def test_who_leaves_in_the_middle_of_a_prompt_gives_its_slot_back(

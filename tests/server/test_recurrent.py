@@ -300,6 +300,45 @@ def test_a_state_in_bfloat16_never_forgets_what_decays_slowly(model: Model) -> N
         assert abs(float(grown) - kept) < 0.06, grown
 
 
+def test_in_bfloat16_a_delta_rule_corrects_itself_and_a_scan_does_not(model: Model) -> None:
+    """With decays of 0.999 each: why the one is served in it and the other is refused."""
+    slow, parts = torch.full((6,), 0.001).log(), (128, 512)
+    model.layer = replace(model.layer, decay=Decay(slow, torch.full((6,), 0.5413)))
+    model.states = States(model.states.inputs, model.states.matrices.bfloat16())
+    x, gates = model.inputs(parts[-1])
+    delta = isinstance(model.layer, DeltaRule)
+    gates[:, 6 if delta else 0 :] = 0
+    off = []
+    for at in range(parts[-1]):
+        model.run(x[at : at + 1], gates[at : at + 1], [(1, 1, at > 0)])
+        if at + 1 in parts:
+            want = expected(model.layer, x[: at + 1], gates[: at + 1])[2]
+            off.append(float((model.states.matrices[1].double() - want).norm() / want.norm()))
+    early, late = off
+    if delta:
+        assert late < 1.3 * early and late < 1.2e-2, off
+    else:
+        assert late > 4 * early and late > 4e-2, off
+
+
+def test_a_state_in_bfloat16_has_the_same_bits_wherever_chunks_are_cut() -> None:
+    """And in a batch: it is rounded where a chunk ends, whole or resumed, alone or not."""
+    model, rows = fresh(delta_rule), 200
+    model.states = States(model.states.inputs, model.states.matrices.bfloat16())
+    whole = model.cut(rows, [rows], 1)
+    for at in range(CHUNK, rows, CHUNK):
+        assert torch.equal(model.cut(rows, [at, rows], 2), whole)
+        assert torch.equal(model.states.matrices[2], model.states.matrices[1])
+    x, gates = model.inputs(rows)
+    others = [model.inputs(count, seed=count) for count in (70, 1, 9)]
+    packed, more = (torch.cat(each) for each in zip((x, gates), *others, strict=True))
+    steps = [(rows, 3, False), (70, 4, False), (1, 5, False), (9, 6, False)]
+    got = model.run(packed, more, steps, [(0, 128, 7)])
+    assert torch.equal(got[:rows], whole)
+    assert torch.equal(model.states.matrices[3], model.states.matrices[1])
+    assert torch.equal(model.run(x[128:], gates[128:], [(rows - 128, 8, 7)]), whole[128:])
+
+
 def test_results_are_in_the_dtype_of_the_rows_and_where_they_are_asked_for(model: Model) -> None:
     x, gates = model.inputs(70)
     rows = [each.bfloat16() for each in (x, gates)]

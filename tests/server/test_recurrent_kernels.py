@@ -20,7 +20,7 @@ from kvline_server.kernels.recurrent import (
 )
 from kvline_server.kernels.tiles import AT_ONCE, FEW, SMALL
 
-SCRIPT = """
+SETUP = """
 import numpy as np, torch
 from float64_recurrent import expected
 from interpreted import launcher
@@ -62,6 +62,8 @@ def scan():
     made = Scan(4, 64, 2, 128, made, Decay(spread(4), spread(4)), torch.randn(4))
     return made, (4, 64, 128), 4
 
+"""
+CHECKS = """
 def near(got, want):
     off = float((got.double() - want).norm() / want.norm())
     assert off < 2e-6, off
@@ -124,10 +126,33 @@ for groups in (1, 6):
 """
 
 
+# Of a few rows, a small tile and a large one, each of which goes on from a state in bfloat16.
+ROUNDED = """
+layer, shape, gates = delta_rule()
+channels, counts = len(layer.convolution.weight), (2, 12, 22)
+rows = torch.randn(sum(counts), channels + 16)
+x, more = rows[:, :channels], rows[:, channels : channels + gates]
+before, inputs = torch.randn(5, *shape).bfloat16(), torch.randn(5, 3, channels)
+starts, slots = np.cumsum((0, *counts)).astype(np.int32), np.arange(1, 4)
+plan, made = kernels.plan(Sequences(starts, slots, slots)), []
+for matrices in (before.float(), before.clone()):
+    states = States(inputs.clone(), matrices)
+    made.append((kernels.delta_rule(x, more, layer, states, plan), matrices))
+(wide, exact), (small, stored) = made
+assert torch.equal(small, wide) and stored.dtype == torch.bfloat16
+cut = (exact.view(torch.int32) & -65536).view(torch.float32)
+assert torch.equal(stored.float(), cut) and not torch.equal(cut, exact)
+assert torch.equal(stored[[0, 4]], before[[0, 4]])
+"""
+
+
 @pytest.mark.kernels
 @pytest.mark.timeout(300)
-def test_the_kernels_do_what_the_reference_does() -> None:
-    run(SCRIPT)
+@pytest.mark.parametrize("checks", [CHECKS, ROUNDED], ids=["float32", "bfloat16"])
+def test_the_kernels_do_what_the_reference_does(checks: str) -> None:
+    """In bfloat16 a state is loaded as it is, and rounded where it is stored: by the interpreter
+    towards zero, by a GPU to nearest (tests/gpu/test_recurrent.py)."""
+    run(SETUP + checks)
 
 
 @pytest.mark.kernels

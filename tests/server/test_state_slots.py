@@ -3,27 +3,35 @@ weights and before the KV cache, or refused with the number that fits."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hybrid_models import build, save
 from servers import launch_config
+from waiting import limit
 
-from kvline_contract.launch import EngineOptions, Method, Speculation
+from kvline_contract.launch import EngineOptions, Method, Speculation, StateDtype
 from kvline_contract.memory import SNAPSHOTS, STATES
 from kvline_contract.report import Direction
 from kvline_server.engine_process.start import LoadedRank, load_rank
 from kvline_server.errors import ConfigInvalid, ModelUnsupported, OutOfMemory
 from kvline_server.ipc.messages import Progress
+from kvline_server.memory.state_shape import States
 from kvline_server.model.config import read_config
 from kvline_server.sizing.offers import RUNNING_FIELD, SNAPSHOTS_FIELD
 from kvline_server.sizing.settings import EngineSettings, least_rows, resolve
 from kvline_server.sizing.slots import Slots, fitting
 
 LARGE = 4096 << 20
+SMALL_STATES = EngineOptions(state_dtype=StateDtype.BFLOAT16)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build("qwen3.5"), tmp_path_factory.mktemp("hybrid"))
 
 
-def loaded(folder: Path, memory: int = LARGE, **engine: int) -> LoadedRank:
-    launch = launch_config(folder, EngineOptions(**engine))  # type: ignore[arg-type]
+def loaded(folder: Path, memory: int = LARGE, **engine: Any) -> LoadedRank:
+    launch = launch_config(folder, EngineOptions(**engine))
     return load_rank(launch, lambda _: None, memory, os.getpid(), wait_for_neighbours=lambda: None)
 
 
@@ -53,6 +61,80 @@ def test_slots_are_what_is_asked_whatever_is_free(folder: Path) -> None:
     assert (none.slots.running, none.slots.snapshots) == (2, 0)
     assert SNAPSHOTS not in {part.name for part in none.owned}
     assert none.fingerprint != made.loaded.fingerprint
+
+
+def test_states_in_bfloat16_take_half_but_for_the_inputs_of_the_convolution(folder: Path) -> None:
+    """Inputs keep the dtype of hidden states. A record of before there was a choice is one of
+    float32."""
+    inputs, matrices = 3 * 4 * 3 * 112, 3 * 6 * 16 * 8
+    asked = {"max_running_requests": 5, "prefix_snapshots": 3}
+    unset, wide, small = (
+        loaded(folder, **asked, state_dtype=dtype) for dtype in (None, *StateDtype)
+    )
+    assert wide.loaded.slots == unset.loaded.slots
+    assert wide.loaded.slots.nbytes == inputs + 4 * matrices
+    assert small.loaded.slots.nbytes == inputs + 2 * matrices == wide.loaded.slots.in_bfloat16
+    assert not small.loaded.slots.in_bfloat16, "there is no other choice"
+    parts = {part.name: part for part in small.loaded.owned}
+    assert parts[STATES].fixed == 6 * small.loaded.slots.nbytes
+    assert str(parts[STATES].detail).endswith("a sequence, in bfloat16")
+    small.local.worker.arena.resize((4,))
+    states = [x for x in small.local.worker.arena.layers() if isinstance(x, States)]
+    assert {(x.inputs.dtype, x.matrices.dtype) for x in states} == {(torch.float32, torch.bfloat16)}
+    assert unset.loaded.fingerprint == wide.loaded.fingerprint != small.loaded.fingerprint
+
+
+def test_states_of_mamba2_are_not_served_in_bfloat16(tmp_path: Path) -> None:
+    nemotron = save(build("nemotron-h"), tmp_path)
+    launch, model = launch_config(nemotron, SMALL_STATES), read_config(nemotron)
+    with pytest.raises(
+        ModelUnsupported, match=r"spec\.engine\.stateDtype .* Mamba2 .* set float32$"
+    ):
+        resolve(launch, model, LARGE)
+    asked = {"max_running_requests": 2, "prefix_snapshots": 0}
+    made = loaded(nemotron, **asked, state_dtype=StateDtype.FLOAT32).loaded
+    assert made.slots.dtype is StateDtype.FLOAT32 and not made.slots.in_bfloat16
+
+
+@pytest.mark.process
+def test_a_comparison_shows_what_states_in_bfloat16_leave(tmp_path: Path) -> None:
+    """A layer's states of 256 KiB a sequence: half of 69 of them is 8 MiB."""
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--model", str(tmp_path), "--load", "random", "--device", "cpu", "--memory", "900Mi"]
+    words += ["--max-running-requests", "4", "--prefix-snapshots", "64", "--json"]
+    words += ["--compare", "stateDtype=bfloat16"]
+    command = [sys.executable, "-m", "kvline_server", "size", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(100), check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    wide, small = (report["result"] for report in json.loads(done.stdout).values())
+    matrices, inputs = 4 * 128 * 128, 4 * 3 * (2 * 2 + 4) * 128
+    assert (wide["slotBytes"], wide["stateDtype"]) == (inputs + 4 * matrices, "float32")
+    assert wide["bfloat16SlotBytes"] == small["slotBytes"] == inputs + 2 * matrices
+    assert small["stateDtype"] == "bfloat16" and "bfloat16SlotBytes" not in small
+    assert small["fingerprint"] != wide["fingerprint"]
+    assert small["kvTokens"] > wide["kvTokens"]
 
 
 def test_slots_that_do_not_fit_are_refused_with_the_numbers_that_do(folder: Path) -> None:
@@ -105,13 +187,20 @@ def test_draft_tokens_are_refused_by_name(folder: Path) -> None:
         resolve(launch, read_config(folder), LARGE)
 
 
-def test_snapshots_of_a_model_without_states_are_refused(
-    make_model: Callable[..., Path],
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("prefixSnapshots", EngineOptions(prefix_snapshots=4)),
+        ("stateDtype", SMALL_STATES),
+        ("stateDtype", EngineOptions(state_dtype=StateDtype.FLOAT32)),
+    ],
+)
+def test_what_is_of_states_is_refused_for_a_model_without_any(
+    field: str, asked: EngineOptions, make_model: Callable[..., Path]
 ) -> None:
     llama = make_model("llama")
-    launch = launch_config(llama, EngineOptions(prefix_snapshots=4))
-    with pytest.raises(ConfigInvalid, match=r"spec\.engine\.prefixSnapshots"):
-        resolve(launch, read_config(llama), LARGE)
+    with pytest.raises(ConfigInvalid, match=rf"spec\.engine\.{field}: the model has no recurrent"):
+        resolve(launch_config(llama, asked), read_config(llama), LARGE)
 
 
 def test_as_many_run_as_leave_half_to_the_kv_cache(folder: Path) -> None:

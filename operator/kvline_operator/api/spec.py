@@ -18,6 +18,7 @@ from kvline_contract.launch import (
     KVCacheDtype,
     Reuse,
     Speculation,
+    StateDtype,
     ToolCallParser,
 )
 from kvline_contract.names import CPU_RANK, base_name
@@ -53,6 +54,11 @@ EARLIER_ACTS = {
     "kvline.dev/upgrade": "spec.upgradePolicy",
 }
 ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
+ENGINE_CHOICES: dict[str, type[StrEnum]] = {
+    "kvCacheDtype": KVCacheDtype,
+    "stateDtype": StateDtype,
+    "toolCallParser": ToolCallParser,
+}
 
 
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -174,7 +180,7 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
     engine = spec.get("engine") or {}
     for key in sorted(set(engine) - ENGINE_FIELDS):
         raise SpecError(f"spec.engine.{key}: this operator does not know it; upgrade the operator")
-    for field, kind in (("kvCacheDtype", KVCacheDtype), ("toolCallParser", ToolCallParser)):
+    for field, kind in ENGINE_CHOICES.items():
         if field in engine:
             _choice(kind, engine[field], f"engine.{field}")
     if "speculation" in engine:

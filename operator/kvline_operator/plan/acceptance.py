@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from kvline_contract.launch import KVCacheDtype
+from kvline_contract.launch import KVCacheDtype, StateDtype
 from kvline_contract.times import stamp
 from kvline_operator.api.source import source_of
 from kvline_operator.api.spec import gpus, ranks
@@ -55,6 +55,7 @@ def comparison_group(inputs: Object) -> ComparisonGroup:
         gpus(resources),
         ranks(resources),
         engine.get("kvCacheDtype", KVCacheDtype.AUTO),
+        engine.get("stateDtype", StateDtype.FLOAT32),
     )
 
 

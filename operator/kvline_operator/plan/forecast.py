@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from math import ceil, inf, prod
 from typing import Any
 
-from kvline_contract.launch import KVCacheDtype
+from kvline_contract.launch import KVCacheDtype, StateDtype
 from kvline_contract.memory import ACTIVATIONS, CLIENTS, GRAPHS, WINDOWS
 from kvline_contract.report import Source
 from kvline_operator.api.quantity import canonical, in_bytes
 from kvline_operator.api.spec import gpus, ranks
+from kvline_operator.observe.slots import Slots
 from kvline_operator.plan.revisions import ASKED
+from kvline_operator.plan.trade import Asked
 from kvline_operator.store.capacity_status import CapacityStatus
 
 Object = dict[str, Any]
@@ -50,6 +52,7 @@ SETS_RUNNING = (
     "engine.maxPrefillTokens",
     "engine.kvCacheDtype",
     "engine.prefixSnapshots",
+    "engine.stateDtype",
 )
 
 
@@ -93,7 +96,9 @@ def bounds(measured: CapacityStatus, before: Object, after: Object) -> Bounds:
     if _has_fixed_cost(measured) and any(_sets_running(path, before, after) for path in changed):
         effects = [UNKNOWN]
     else:
-        effects = [_effect(path, *values, measured, before) for path, values in changed.items()]
+        effects = [
+            _effect(path, old, new, measured, before, after) for path, (old, new) in changed.items()
+        ]
     found = _with(measured, effects)
     if pinned is None:
         return found
@@ -131,7 +136,9 @@ def _largest(measured: CapacityStatus) -> float | None:
     return (measured.kv_tokens + ROUNDING) / SHRINKS**shrunk
 
 
-def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Object) -> Effect:
+def _effect(
+    path: str, old: Any, new: Any, measured: CapacityStatus, before: Object, after: Object
+) -> Effect:
     section, _, field = path.partition(".")
     resources = before.get("resources") or {}
     if path in WITHOUT_EFFECT:
@@ -151,6 +158,9 @@ def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Obj
         if not (wider and known):
             return UNKNOWN
         return Effect(-inf, (1 - 1 / known) * _bytes(measured, WINDOWS), ratio=known)
+    if path == "engine.stateDtype" and measured.slots is not None:
+        slots = Asked.of(after).expected(measured.slots)
+        return _of_state_dtype(old, new, slots, measured.bfloat16_slot_bytes)
     if section == "engine" and field in LIMITS and None not in (old, new):
         asked = (before.get("engine") or {}).get("prefixSnapshots")
         # The server's default may follow how many requests run.
@@ -182,6 +192,17 @@ def _of_snapshots(old: int, new: int | None, measured: CapacityStatus) -> Effect
         return UNKNOWN
     more = _slots(old - new, measured)
     return Effect(more, more)
+
+
+def _of_state_dtype(old: Any, new: Any, slots: Slots, small: int | None) -> Effect:
+    """Of the slots that are asked for, whose number is another field's effect. `small`: bytes of
+    one in bfloat16. On a CPU a step takes a part of what they leave, for states in float32."""
+    if (old or StateDtype.FLOAT32) == (new or StateDtype.FLOAT32):
+        return Effect()
+    if new != StateDtype.BFLOAT16 or small is None:
+        return UNKNOWN
+    count = 1 + slots.sequences + slots.snapshots  # with that of padding
+    return Effect(0, count * (slots.slot_bytes - small))
 
 
 def _slots(fewer: int, measured: CapacityStatus) -> int:
@@ -233,8 +254,9 @@ def _of_memory(old: str, new: str, measured: CapacityStatus, resources: Object) 
 def estimates(
     measured: CapacityStatus, inputs: Object, running: int | None
 ) -> tuple[Estimate, ...]:
-    """What 1 GiB more, an fp8 cache and half the requests would give each replica, where that can
-    be computed. `running`: requests that run at once, with the default resolved."""
+    """What 1 GiB more, an fp8 cache, half the requests or snapshots and states in bfloat16 would
+    give each replica, where that can be computed. `running`: requests that run at once, with the
+    default resolved."""
     out: list[Estimate] = []
     if measured.source is Source.PINNED:
         return ()
@@ -262,6 +284,11 @@ def estimates(
     tokens = bounds(measured, inputs, changed).low
     if fewer and tokens > measured.kv_tokens:
         out.append(Estimate("spec.engine.prefixSnapshots", str(fewer), tokens, "AtLeast"))
+    if measured.bfloat16_slot_bytes is not None:
+        value = str(StateDtype.BFLOAT16)
+        most = bounds(measured, inputs, _with_field(inputs, "engine", "stateDtype", value)).high
+        if most is not None:
+            out.append(Estimate("spec.engine.stateDtype", value, most, "AtMost"))
     return tuple(out)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvline_contract.counts import counted
-from kvline_contract.launch import KVCacheDtype
+from kvline_contract.launch import KVCacheDtype, StateDtype
 from kvline_contract.report import Termination
 from kvline_operator.observe.pods import Measured
 from kvline_operator.observe.slots import Slots
@@ -27,6 +27,7 @@ class ComparisonGroup:
     gpus: int  # per replica
     ranks: int = 1  # per replica: one on each GPU, or all on the CPU
     kv_cache_dtype: str = KVCacheDtype.AUTO  # a stored one may be of a newer operator
+    state_dtype: str = StateDtype.FLOAT32  # so may this; it is nothing to a model without states
 
     @property
     def devices(self) -> str:
@@ -117,6 +118,9 @@ def incomparable(candidate: Candidate, baseline: Baseline) -> str:
     new, old = candidate.group.kv_cache_dtype, baseline.group.kv_cache_dtype
     if new != old:
         return f"spec.engine.kvCacheDtype is {new}, not {old}: tokens of another size"
+    new, old = candidate.group.state_dtype, baseline.group.state_dtype
+    if new != old:
+        return f"spec.engine.stateDtype is {new}, not {old}: recurrent states of another precision"
     if candidate.group != baseline.group:
         return f"a replica has {candidate.group.devices}, not {baseline.group.devices}"
     for replica in candidate.replicas:

@@ -23,6 +23,7 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
     Record,
+    StateDtype,
     ToolCallParser,
 )
 from kvline_operator.api.inputs import read
@@ -323,6 +324,7 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             engine.get("defaultMaxTokens"),
             ToolCallParser(engine["toolCallParser"]) if "toolCallParser" in engine else None,
             engine.get("prefixSnapshots"),
+            StateDtype(engine["stateDtype"]) if "stateDtype" in engine else None,
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
         require_api_key="apiKeySecretRef" in inputs.get("access", {}),

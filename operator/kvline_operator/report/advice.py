@@ -95,8 +95,8 @@ ADVICE = (
     Advice(
         "CapacitySufficient",
         ("NotComparable",),
-        "a replica is measured, but its model, kvCacheDtype, bytes per token, number of GPUs or "
-        "GPU model has no baseline",
+        "a replica is measured, but its model, kvCacheDtype, stateDtype, bytes per token, number "
+        "of GPUs or GPU model has no baseline",
         "set spec.capacity.minKVTokens, or promote the revision",
     ),
     Advice("CapacitySufficient", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),
@@ -142,8 +142,8 @@ ADVICE = (
         "a new revision cannot be measured (no pod, node, image, model or GPU, or a lost rank) or "
         "compared; with Surge the stable one serves meanwhile, with Replace and Recreate it is "
         "scaled up again after spec.rollout.progressDeadlineSeconds",
-        "the message has the cause; for another model, number of GPUs or kvCacheDtype set "
-        "spec.capacity.minKVTokens, or promote",
+        "the message has the cause; for another model, number of GPUs, kvCacheDtype or stateDtype "
+        "set spec.capacity.minKVTokens, or promote",
     ),
     Advice(
         "UpToDate",

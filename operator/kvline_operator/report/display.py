@@ -67,13 +67,15 @@ def slots(status: Object) -> str:
     if "sequences" not in capacity:
         return ""
     found = (capacity["sequences"], capacity.get("snapshots", 0), capacity.get("slotBytes", 0))
-    return slots_text(*found)
+    return slots_text(*found, capacity.get("stateDtype"))
 
 
-def slots_text(sequences: int, snapshots: int, slot_bytes: int) -> str:
-    """Such as: 256 sequences at once and 64 snapshots of prefixes, 146.8 MiB each."""
+def slots_text(sequences: int, snapshots: int, slot_bytes: int, dtype: str | None) -> str:
+    """Such as: 256 sequences at once and 64 snapshots of prefixes, 146.8 MiB each in float32.
+    Earlier servers report no dtype."""
     kept = f" and {snapshots:,} snapshots of prefixes" if snapshots else ""
-    return f"{sequences:,} sequences at once{kept}, {slot_bytes / MIB:,.1f} MiB each"
+    stored = f" in {dtype}" if dtype else ""
+    return f"{sequences:,} sequences at once{kept}, {slot_bytes / MIB:,.1f} MiB each{stored}"
 
 
 def reported(report: SizingReport) -> Titled:

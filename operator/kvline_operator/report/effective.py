@@ -41,7 +41,7 @@ def effective(state: ServiceState) -> Object:
             **engine,
             **kept,
             **_speculation(engine),
-            **_snapshots(reports),
+            **_states(reports),
         },
         "capacity": {**inputs.get("capacity", {}), **capacity, "reuse": str(spec.reuse)},
         "rollout": _fields(spec.rollout),
@@ -58,10 +58,15 @@ def _speculation(engine: Object) -> Object:
     return {"speculation": {"method": str(found.method), "maxDraftTokens": found.draft_tokens}}
 
 
-def _snapshots(reports: list[SizingReport]) -> Object:
-    """Of a model whose layers keep recurrent states."""
-    kept = (r.result.snapshots for r in reports if r.result is not None)
-    return next(({"prefixSnapshots": n} for n in kept if n is not None), {})
+def _states(reports: list[SizingReport]) -> Object:
+    """Of a model whose layers keep recurrent states; servers before there was a choice of their
+    dtype report none."""
+    results = [r.result for r in reports if r.result is not None]
+    result = next((r for r in results if r.snapshots is not None), None)
+    if result is None:
+        return {}
+    dtype = {"stateDtype": result.state_dtype} if result.state_dtype else {}
+    return {"prefixSnapshots": result.snapshots, **dtype}
 
 
 def _fields(policy: Any) -> Object:

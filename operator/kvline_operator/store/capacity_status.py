@@ -74,10 +74,13 @@ class CapacityStatus:
     binding_rank: int | None = field(high=MAX_RANKS - 1, omit_none=True, default=None)
     # Where layers have sliding windows; as bytes_per_token where these free nothing:
     full_bytes_per_token: int | None = field(omit_none=True, default=None)
-    # Where layers keep recurrent states, slots of these and the bytes of one:
+    # Where layers keep recurrent states, slots of these, the bytes of one and its dtype, and the
+    # bytes of one in bfloat16 where that is served and was not asked for:
     sequences: int | None = field(omit_none=True, default=None)
     snapshots: int | None = field(omit_none=True, default=None)
     slot_bytes: int | None = field(omit_none=True, default=None)
+    state_dtype: str | None = field(limit=16, omit_none=True, default=None)
+    bfloat16_slot_bytes: int | None = field(omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         """Checked here: the API server refuses another format, and annotations can be edited."""
@@ -101,7 +104,8 @@ class CapacityStatus:
     @property
     def identity(self) -> tuple[object, ...]:
         """What is stored anew where it changes."""
-        return self.kv_tokens, self.fingerprint, self.sequences, self.snapshots
+        states = self.sequences, self.snapshots, self.state_dtype
+        return self.kv_tokens, self.fingerprint, *states
 
     @classmethod
     def of(cls, reports: Iterable[SizingReport | None]) -> CapacityStatus | None:
@@ -132,6 +136,8 @@ class CapacityStatus:
             sequences=min(slots, default=None),
             snapshots=result.snapshots,
             slot_bytes=result.slot_bytes,
+            state_dtype=result.state_dtype,
+            bfloat16_slot_bytes=result.bfloat16_slot_bytes,
         )
 
     @classmethod

@@ -27,6 +27,7 @@ from kvline_contract.launch import (
     Method,
     Model,
     Speculation,
+    StateDtype,
     ToolCallParser,
 )
 from kvline_server.command.scratch import scratch
@@ -154,6 +155,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         choices=[str(d) for d in KVCacheDtype],
         help="default: auto, the dtype that the model computes in",
+    )
+    parser.add_argument(
+        "--state-dtype",
+        choices=[str(d) for d in StateDtype],
+        help="of recurrent states, of a model that has such layers; bfloat16, which takes half of "
+        "the memory, is of a gated delta rule alone; default: float32",
     )
     parser.add_argument(
         "--speculation",

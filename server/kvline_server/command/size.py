@@ -136,7 +136,8 @@ def summary(report: SizingReport, result: Result, own_length: int | None = None)
     if result.state_slots is not None:
         mib = (result.slot_bytes or 0) / MIB
         kept = f"{result.snapshots or 0} snapshots of prefixes"
-        slots = f", {result.state_slots} sequences at once and {kept} of {mib:.1f} MiB each"
+        each_state = f"{mib:.1f} MiB each in {result.state_dtype}"
+        slots = f", {result.state_slots} sequences at once and {kept} of {each_state}"
     return (
         f"{result.kv_tokens} KV tokens ({result.bytes_per_token} bytes {each}), {sequences} full-"
         f"length sequences of {length}{shortened}{slots}; {result.source} in "

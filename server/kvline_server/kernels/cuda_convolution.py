@@ -15,7 +15,6 @@ WIDTH = 4  # rows of the convolution: those of every published model
 LINE = 128  # channels
 LINES = (2, 1)  # of a program
 WARPS = 1
-STATE_TYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import torch
 
 from kvline_server.kernels.cubins import Variant, launch
 from kvline_server.kernels.cuda_convolution import (
-    STATE_TYPES,
     WIDTH,
     FewRows,
     Shape,
@@ -21,6 +20,7 @@ from kvline_server.kernels.recurrent import CHUNK, DeltaRule, States
 from kvline_server.kernels.tiles import SMALL
 
 DIM = 128  # of keys and values: that of every published model
+STATE_TYPES = (torch.float32, torch.bfloat16)  # which are loaded to float32, and stored rounded
 MERGING = "bf16x3"  # of inverses: nearer than tf32, and of half the time of tf32x3
 
 

@@ -10,7 +10,6 @@ import torch
 
 from kvline_server.kernels.cubins import Variant, launch
 from kvline_server.kernels.cuda_convolution import (
-    STATE_TYPES,
     WIDTH,
     FewRows,
     Shape,
@@ -22,6 +21,7 @@ from kvline_server.kernels.recurrent import CHUNK, Scan, States
 from kvline_server.kernels.tiles import SMALL
 
 DIM, STATE = 64, 128  # of a head: those of Nemotron-H and Granite 4
+MATRICES = torch.float32  # in bfloat16 what a scan adds up grows without end (docs/decisions/060)
 ROWS = Shape(STATE, 4, 1)
 LINE_WARPS = {CHUNK: 8, SMALL: 4}
 TILE_WARPS = {CHUNK: 8, SMALL: 4}
@@ -48,9 +48,10 @@ def rows(
     out: torch.Tensor,
 ) -> None:
     """Sequences of few rows, one row after the other."""
+    assert states.matrices.dtype == MATRICES
     lines = convolved(x, layer.convolution, states.inputs, few)
     launch(
-        _rows(x.dtype, states.matrices.dtype),
+        _rows(x.dtype),
         len(few.slots) * layer.heads,
         *(lines, dt, dt.stride(0), layer.decay.a_log, layer.decay.dt_bias, layer.skip),
         *(states.matrices, out, out.stride(0), few.spans, few.slots, few.sources),
@@ -67,6 +68,7 @@ def tiled(
     out: torch.Tensor,
 ) -> None:
     """Sequences in tiles of rows."""
+    assert states.matrices.dtype == MATRICES
     heads, groups, count, size = layer.heads, layer.groups, len(tiles.tiles), tiles.rows
     xs = x.new_empty((count, heads, size, DIM))
     bs, cs = (x.new_empty((count, groups, size, STATE)) for _ in range(2))
@@ -87,7 +89,7 @@ def tiled(
     launch(_tiles(x.dtype, size), count * (heads // each), bs, cs, ds, gs, ps, *sizes)
     shape = MANY_TILES if tiles.most > 1 else ONE_TILE[size]
     launch(
-        _pass(x.dtype, states.inputs.dtype, states.matrices.dtype, size, shape),
+        _pass(x.dtype, states.inputs.dtype, size, shape),
         len(tiles.sources) * heads,
         *(x, x.stride(0), xs, bs, cs, ps, ds, gs, layer.skip, states.inputs, states.matrices),
         *(out, out.stride(0), tiles.chains, tiles.sources, tiles.stops, tiles.slots),
@@ -98,20 +100,17 @@ def tiled(
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
     weights = list(itertools.product((dtype, torch.float32), (False, True)))
-    for matrices in STATE_TYPES:
-        yield _rows(dtype, matrices)
+    yield _rows(dtype)
     for (weight, biased), size in itertools.product(weights, (CHUNK, SMALL)):
         yield _lines(dtype, weight, biased, dtype, size)
     for size in (CHUNK, SMALL):
         yield _tiles(dtype, size)
-    for matrices, (size, shape) in itertools.product(
-        STATE_TYPES, ((CHUNK, MANY_TILES), *ONE_TILE.items())
-    ):
-        yield _pass(dtype, dtype, matrices, size, shape)
+    for size, shape in ((CHUNK, MANY_TILES), *ONE_TILE.items()):
+        yield _pass(dtype, dtype, size, shape)
 
 
-def _rows(dtype: torch.dtype, matrices: torch.dtype) -> Variant:
-    x, state = pointers(dtype, matrices)
+def _rows(dtype: torch.dtype) -> Variant:
+    x, state = pointers(dtype, MATRICES)
     arguments = ("*fp32", x, "i32", "*fp32", "*fp32", "*fp32", state, x, "i32")
     plan = ("*i32", "*i64", "*i64", "i32", "i32")
     constants = (("DIM", DIM), ("STATE", STATE))
@@ -136,10 +135,8 @@ def _tiles(dtype: torch.dtype, size: int) -> Variant:
     return Variant("scan_tiles", arguments, (0, 1, 2, 3, 4), constants, TILE_WARPS[size], 1)
 
 
-def _pass(
-    dtype: torch.dtype, inputs: torch.dtype, matrices: torch.dtype, size: int, shape: Shape
-) -> Variant:
-    x, old, state = pointers(dtype, inputs, matrices)
+def _pass(dtype: torch.dtype, inputs: torch.dtype, size: int, shape: Shape) -> Variant:
+    x, old, state = pointers(dtype, inputs, MATRICES)
     arguments = (x, "i32", x, x, x, x, "*fp32", "*fp32", "*fp32", old, state, x, "i32")
     plan = ("*i32", "*i64", "*i32", "*i64", "i32", "i32")
     constants = {"DIM": DIM, "STATE": STATE, "ROWS": size, "WIDTH": WIDTH}

@@ -27,6 +27,6 @@ class States:
 
     inputs: torch.Tensor  # [slots, width - 1, channels], of the convolution, the newest last
     # Of a delta rule [slots, value heads, key dim, value dim], of a scan [slots, heads, head dim,
-    # state dim]. In bfloat16 it is rounded once a step and chunk, and computed in float32: a decay
-    # above 1 - 2^-9 a step is rounded away.
+    # state dim]. Computed in float32; in bfloat16 it is rounded where it is stored, after a step
+    # and on a CPU after each chunk.
     matrices: torch.Tensor

@@ -110,6 +110,13 @@ class Mamba2:
         return self.heads, self.head_dim, self.state_dim
 
 
+def served_in_bfloat16(layers: DeltaRule | Mamba2 | None) -> bool:
+    """Whether the error of their states stays bounded where these are rounded to bfloat16. A delta
+    rule corrects what its state answers; what a scan adds up is only ever decayed, and in bfloat16
+    a decay above 1 - 2^-9 is rounded away (docs/decisions/060)."""
+    return isinstance(layers, DeltaRule)
+
+
 def mixers(fields: Fields, key: str, usual: list[str]) -> list[Kind]:
     """Each layer's, by the field of that name, or `usual` where the file has none. One of them at
     least must be attention: the KV cache has the tokens of requests."""

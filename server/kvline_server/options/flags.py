@@ -23,6 +23,7 @@ FLAGS = {
     "maxTopLogprobs": "--max-top-logprobs",
     "prefixSnapshots": "--prefix-snapshots",
     "kvCacheDtype": "--kv-cache-dtype",
+    "stateDtype": "--state-dtype",
     "method": "--speculation",
     "maxDraftTokens": "--max-draft-tokens",
     "defaultMaxTokens": "--default-max-tokens",

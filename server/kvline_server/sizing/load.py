@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvline_contract.launch import LaunchConfig, LoadFormat
+from kvline_contract.launch import LaunchConfig, LoadFormat, StateDtype
 from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server.engine.stress.owners import StressSet
@@ -30,6 +30,7 @@ from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.files import identity
+from kvline_server.model.hybrid import served_in_bfloat16
 from kvline_server.model.linear import TensorSource
 from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
@@ -43,7 +44,7 @@ from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
 
 REPORT_SECONDS = 1.0
-STATE_DTYPE = torch.float32  # of recurrent states: decays near 1 are lost in bfloat16
+STATE_DTYPES = {StateDtype.FLOAT32: torch.float32, StateDtype.BFLOAT16: torch.bfloat16}
 
 
 def read_model(launch: LaunchConfig) -> ModelConfig:
@@ -81,11 +82,12 @@ def load_model(
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
-            shapes, state = _states(local(model, shard), backend.dtype)
+            shapes = state_shapes(local(model, shard))
+            state = _state_bytes(shapes, settings.state_dtype, backend)
             owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
             fixed = expected + collectives
             settings = _sized(launch, model, settings, device, kernels, cache, fixed, state)
-            slots = Slots.of(settings, state)
+            slots = Slots.of(settings, state, _in_bfloat16(shapes, model, settings, backend))
             rank = _diagnosis(backend, settings, owned, used - collectives, group)
             _check_slots(slots, rank, device.limit - used - expected)
             copied = _LoadProgress(send, started)
@@ -116,10 +118,18 @@ def load_model(
     return loaded, settings
 
 
-def _states(model: ModelConfig, inputs: torch.dtype) -> tuple[tuple[StateShape, ...], int]:
-    """Of a rank's recurrent layers, and the bytes of a slot."""
-    shapes = state_shapes(model)
-    return shapes, sum(each.nbytes(inputs, STATE_DTYPE) for each in shapes)
+def _state_bytes(shapes: tuple[StateShape, ...], dtype: StateDtype, backend: Backend) -> int:
+    """Of a slot of a rank's recurrent layers."""
+    return sum(each.nbytes(backend.dtype, STATE_DTYPES[dtype]) for each in shapes)
+
+
+def _in_bfloat16(
+    shapes: tuple[StateShape, ...], model: ModelConfig, settings: EngineSettings, backend: Backend
+) -> int:
+    """The same of one in bfloat16; 0 where it is that, or must not be."""
+    dtype = StateDtype.BFLOAT16
+    other = settings.state_dtype is not dtype and served_in_bfloat16(model.recurrent)
+    return _state_bytes(shapes, dtype, backend) if other else 0
 
 
 def _report(
@@ -217,10 +227,18 @@ def _fingerprint(
             **_exchange(kernels.group),
             **_asked(launch),
             **({"draftTokens": settings.draft_tokens} if settings.draft_tokens else {}),
-            **({"snapshots": settings.snapshots} if settings.recurrent else {}),
+            **(_states(settings) if settings.recurrent else {}),
             **({} if device.gpu else _processors()),
         }
     )
+
+
+def _states(settings: EngineSettings) -> dict[str, str | int]:
+    """Without the default dtype, so that records of before there was a choice stay."""
+    other = (
+        {} if settings.state_dtype is StateDtype.FLOAT32 else {"stateDtype": settings.state_dtype}
+    )
+    return {"snapshots": settings.snapshots, **other}
 
 
 def _exchange(group: Group) -> dict[str, str | int]:
@@ -359,7 +377,8 @@ def _build(
     shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
     weights = loader.load_weights(source, model, kernels, copied, shard)
-    states = StateArena(shapes, settings.state_slots, backend.dtype, STATE_DTYPE, kernels.device)
+    dtypes = backend.dtype, STATE_DTYPES[settings.state_dtype]
+    states = StateArena(shapes, settings.state_slots, *dtypes, kernels.device)
     arena = GroupedArena(cache, backend.arena, backend.device.limit, states.layers())
     decoder = Decoder(mine, weights, settings.wanted_len, kernels)
     running, rows = settings.max_running_requests, settings.decode_rows

@@ -366,6 +366,8 @@ class ProfileLoop:
             state_slots=self.loaded.slots.running or None,
             snapshots=self.loaded.slots.snapshots if self.loaded.slots.running else None,
             slot_bytes=self.loaded.slots.nbytes or None,
+            state_dtype=self.loaded.slots.dtype if self.loaded.slots.running else None,
+            bfloat16_slot_bytes=self.loaded.slots.in_bfloat16 or None,
         )
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig, usual_snapshots
+from kvline_contract.launch import (
+    Device,
+    EngineOptions,
+    KVCacheDtype,
+    LaunchConfig,
+    StateDtype,
+    usual_snapshots,
+)
 from kvline_contract.memory import CLIENTS, GRAMMARS
 from kvline_contract.report import Effective
 from kvline_server.engine.ngrams import table_bytes
@@ -20,6 +27,7 @@ from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.hybrid import served_in_bfloat16
 from kvline_server.options.clients import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
 from kvline_server.options.grammars import SMALL
 
@@ -75,10 +83,12 @@ class EngineSettings:
     ranks: int = field(default=1, repr=False)
     # Of a sequence and step, at most. In the fingerprint where there are some.
     draft_tokens: int = field(default=0, repr=False)
-    # Whether layers of the model keep a state of each sequence, and how many states are kept for
-    # prefixes; None: the default of so many requests. The fingerprint has what follows from them.
+    # Whether layers of the model keep a state of each sequence, how many states are kept for
+    # prefixes, where None is the default of so many requests, and the dtype of their matrices. The
+    # fingerprint has what follows from them.
     recurrent: bool = field(default=False, repr=False)
     asked_snapshots: int | None = field(default=None, repr=False)
+    state_dtype: StateDtype = field(default=StateDtype.FLOAT32, repr=False)
 
     def changed(self, **values: int) -> EngineSettings:
         """With other values of these fields, and with what follows from them."""
@@ -228,15 +238,7 @@ def resolve(
     headroom = launch.capacity.headroom_mib
     cpu = launch.device is Device.CPU
     drafts = requested.speculation.draft_tokens if requested.speculation else 0
-    if drafts and recurrent:
-        raise ModelUnsupported(
-            "spec.engine.speculation: a model with recurrent layers has no states to go back to "
-            "where draft tokens are rejected; leave it out"
-        )
-    if requested.prefix_snapshots is not None and not recurrent:
-        raise ConfigInvalid(
-            "spec.engine.prefixSnapshots: the model has no recurrent layers, whose states it is of"
-        )
+    _check_states(requested, model)
     settings = EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
@@ -255,9 +257,33 @@ def resolve(
         draft_tokens=drafts,
         recurrent=recurrent,
         asked_snapshots=requested.prefix_snapshots,
+        state_dtype=requested.state_dtype or StateDtype.FLOAT32,
     )
     if not cpu:
         return settings
     return replace(
         settings, client_bytes=settings.clients(), client_bytes_per_token=settings.queued()
     )
+
+
+def _check_states(requested: EngineOptions, model: ModelConfig) -> None:
+    """Of recurrent layers. Raises ConfigInvalid or ModelUnsupported."""
+    if model.recurrent is None:
+        of_states = "prefixSnapshots", requested.prefix_snapshots
+        for name, value in (of_states, ("stateDtype", requested.state_dtype)):
+            if value is not None:
+                raise ConfigInvalid(
+                    f"spec.engine.{name}: the model has no recurrent layers, whose states it is of"
+                )
+        return
+    if requested.speculation is not None:
+        raise ModelUnsupported(
+            "spec.engine.speculation: a model with recurrent layers has no states to go back to "
+            "where draft tokens are rejected; leave it out"
+        )
+    if requested.state_dtype is StateDtype.BFLOAT16 and not served_in_bfloat16(model.recurrent):
+        raise ModelUnsupported(
+            "spec.engine.stateDtype is bfloat16, in which a decay above 1 - 2^-9 a token is "
+            "rounded away: what the states of Mamba2 layers add up would grow without end, as "
+            "nothing else corrects it; leave it out, or set float32"
+        )

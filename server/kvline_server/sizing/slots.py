@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvline_contract.launch import StateDtype
 from kvline_contract.memory import SNAPSHOTS, STATES
 from kvline_contract.report import Direction, Knob
 from kvline_server.memory.parts import OwnedPart
@@ -21,10 +22,15 @@ class Slots:
     nbytes: int = 0  # of a state, in all layers
     running: int = 0
     snapshots: int = 0
+    dtype: StateDtype = StateDtype.FLOAT32  # of its matrices
+    in_bfloat16: int = 0  # bytes of a state then, where that is served and was not asked for
 
     @classmethod
-    def of(cls, settings: EngineSettings, nbytes: int) -> Slots:
-        return cls(nbytes, settings.max_running_requests, settings.snapshots) if nbytes else cls()
+    def of(cls, settings: EngineSettings, nbytes: int, in_bfloat16: int = 0) -> Slots:
+        if not nbytes:
+            return cls()
+        asked = settings.max_running_requests, settings.snapshots, settings.state_dtype
+        return cls(nbytes, *asked, in_bfloat16)
 
     @property
     def reserved(self) -> int:
@@ -32,7 +38,7 @@ class Slots:
         return self.nbytes * (1 + self.running + self.snapshots)
 
     def parts(self) -> tuple[OwnedPart, ...]:
-        each = f"{self.nbytes / 2**20:.1f} MiB a sequence"
+        each = f"{self.nbytes / 2**20:.1f} MiB a sequence, in {self.dtype}"
         running = OwnedPart(STATES, fixed=self.nbytes * (1 + self.running), detail=each)
         kept = OwnedPart(SNAPSHOTS, fixed=self.nbytes * self.snapshots, detail="kept for prefixes")
         return tuple(part for part in (running, kept) if part.fixed)
