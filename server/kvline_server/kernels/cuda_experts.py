@@ -313,9 +313,10 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
     for experts in EXPERTS:
         yield _sort_variant(experts)
-    sizes = {_padded(experts, chosen) for experts, chosen in itertools.product(EXPERTS, CHOSEN)}
-    for size, *kind in itertools.product(sorted(sizes), *[(False, True)] * 3):
-        yield _route_variant(dtype, *kind, *size)
+    sizes = sorted({_padded(*each) for each in itertools.product(EXPERTS, CHOSEN)})
+    for given, alone, sigmoid in itertools.product((False, True), repeat=3):
+        for size in sizes:
+            yield _route_variant(dtype, given, alone, sigmoid, *size)
     for tile, gemm in itertools.product(TILES, (DOWN, GATED, SQUARED)):
         yield _variant(dtype, tile, gemm)
     for chosen in CHOSEN:
