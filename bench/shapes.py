@@ -128,6 +128,20 @@ QWEN35_9B = replace(
     tied_embeddings=False,
     output_gate=True,
 )
+# For what a CPU can show of it: its layers are of the same kinds.
+QWEN35_TINY = replace(
+    QWEN35_9B,
+    layers=4,
+    hidden=64,
+    intermediate=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocabulary=512,
+    rope=Rope(10_000_000.0, rotary_dim=8),
+    kinds=QWEN35_9B.kinds[:4],
+    recurrent=hybrid.DeltaRule(2, 4, 16, 16),
+)
 BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
 SHAPES = {
     "llama8b": LLAMA8B,
@@ -137,6 +151,7 @@ SHAPES = {
     "gemma12b": GEMMA12B,
     "gptoss20b": GPTOSS20B,
     "qwen35-9b": QWEN35_9B,
+    "qwen35-tiny": QWEN35_TINY,
     "gptoss20b-bf16": replace(GPTOSS20B, experts=_experts(mxfp4=False)),
     "gptoss120b": replace(GPTOSS20B, layers=36, windows=(128, 0) * 18, experts=_experts(count=128)),
     "llama8b-fp8": replace(LLAMA8B, quantization=BY_CHANNEL),
