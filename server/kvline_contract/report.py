@@ -143,6 +143,8 @@ class Knob:
     direction: Direction
     # With which a start would succeed, in the field's unit, of memory in MiB.
     value: int | None = field(omit_none=True, default=None)
+    # Whether it helps only with the one behind it.
+    with_next: bool | None = field("withNext", omit_none=True, default=None)
 
 
 @document
