@@ -21,7 +21,7 @@ from kvline_server.ipc.messages import Progress
 from kvline_server.model.config import read_config
 from kvline_server.sizing.offers import RUNNING_FIELD, SNAPSHOTS_FIELD
 from kvline_server.sizing.settings import EngineSettings, least_rows, resolve
-from kvline_server.sizing.slots import Slots, fitting
+from kvline_server.sizing.slots import Slots, fitting, refused
 
 LARGE = 4096 << 20
 
@@ -137,6 +137,9 @@ def test_the_number_that_is_offered_is_the_largest_that_fits(snapshots: int | No
     assert taken(running) <= free < taken(running + 1)
     assert SNAPSHOTS_FIELD not in offers, "of 256 requests no number fits"
     assert fitting(settings, nbytes, nbytes) == (), "nor a request without its dummy"
+    assert refused(settings, nbytes, free) == fitting(settings, nbytes, free)
+    unknown = refused(settings, nbytes, 1 << 40)  # a device that refuses what it has
+    assert [each.knob.value for each in unknown] == [None] * (2 if settings.snapshots else 1)
 
 
 def test_a_step_has_room_for_a_chunk_beside_all_decodes(folder: Path) -> None:

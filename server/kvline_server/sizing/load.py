@@ -24,7 +24,7 @@ from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.memory.state_arena import StateArena
-from kvline_server.memory.state_shape import StateShape
+from kvline_server.memory.state_shape import States, StateShape
 from kvline_server.model import devices, kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
@@ -38,7 +38,7 @@ from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.running import bounded, left, open_to_sizing
 from kvline_server.sizing.settings import EngineSettings
-from kvline_server.sizing.slots import Slots, fitting
+from kvline_server.sizing.slots import Slots, fitting, refused
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
 
@@ -89,7 +89,8 @@ def load_model(
             rank = _diagnosis(backend, settings, owned, used - collectives, group)
             _check_slots(slots, rank, device.limit - used - expected)
             copied = _LoadProgress(send, started)
-            worker = _build(source, model, cache, shapes, settings, backend, kernels, copied)
+            arguments = source, model, cache, settings, backend, kernels, copied
+            worker = _build(*arguments, lambda: _reserved(shapes, slots, rank, kernels))
             if group.rank == 0:
                 for warning in filter(None, (missing, *_warnings(source, model, backend, worker))):
                     send(Progress(warning=warning))
@@ -145,6 +146,18 @@ def _check_slots(slots: Slots, rank: Diagnosis, free: int) -> None:
     rank.owned = (*rank.owned, *slots.parts())
     if slots.nbytes and slots.reserved + rank.settings.reserved() > free:
         raise rank.slots_do_not_fit(free, fitting(rank.settings, slots.nbytes, free))
+
+
+def _reserved(
+    shapes: tuple[StateShape, ...], slots: Slots, rank: Diagnosis, kernels: Kernels
+) -> list[States]:
+    """States of all recurrent layers, beside the weights. Raises OutOfMemory."""
+    count, inputs = rank.settings.state_slots, kernels.dtype
+    try:
+        return StateArena(shapes, count, inputs, STATE_DTYPE, kernels.device).layers()
+    except DeviceOutOfMemory as error:
+        free = rank.limit - rank.device.used()
+        raise rank.slots_do_not_fit(free, refused(rank.settings, slots.nbytes, free)) from error
 
 
 def _sized(
@@ -349,18 +362,17 @@ def _build(
     source: TensorSource,
     model: ModelConfig,
     cache: tuple[CacheGroup, ...],
-    shapes: tuple[StateShape, ...],
     settings: EngineSettings,
     backend: Backend,
     kernels: Kernels,
     copied: Callable[[int, int], None],
+    states: Callable[[], list[States]],
 ) -> Worker:
     """Weights, recurrent states, KV arena (addresses only) and decoder of this rank."""
     shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
     weights = loader.load_weights(source, model, kernels, copied, shard)
-    states = StateArena(shapes, settings.state_slots, backend.dtype, STATE_DTYPE, kernels.device)
-    arena = GroupedArena(cache, backend.arena, backend.device.limit, states.layers())
+    arena = GroupedArena(cache, backend.arena, backend.device.limit, states())
     decoder = Decoder(mine, weights, settings.wanted_len, kernels)
     running, rows = settings.max_running_requests, settings.decode_rows
     return Worker(decoder, arena, settings.logprob_rows, running, rows)

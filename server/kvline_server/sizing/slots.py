@@ -63,6 +63,14 @@ def fitting(settings: EngineSettings, nbytes: int, free: int) -> tuple[Offer, ..
     return () if pair is None else (pair,)
 
 
+def refused(settings: EngineSettings, nbytes: int, free: int) -> tuple[Offer, ...]:
+    """What to ask for less of, where a device refused them with so many bytes free."""
+    if Slots.of(settings, nbytes).reserved + settings.reserved() > free:
+        return fitting(settings, nbytes, free)
+    asked = (RUNNING_FIELD, SNAPSHOTS_FIELD)[: 2 if settings.snapshots else 1]
+    return tuple(Offer(Knob(name, Direction.LOWER)) for name in asked)
+
+
 def _pair(settings: EngineSettings, fits: Callable[[int, int], bool]) -> Offer | None:
     """The most requests with as many snapshots as they have by default, no more than were asked; or
     one request with those that fit."""
