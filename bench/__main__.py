@@ -52,6 +52,7 @@ def main(names: list[str]) -> int:
             "quality",
             "spread",
             "hits",
+            "reuse",
             "snapshots",
             "ngram",
             "host",

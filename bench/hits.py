@@ -12,6 +12,7 @@ from collections.abc import Callable
 import engines
 import pool
 from record import record, table
+from stepping import drained, note
 
 from kvline_server.engine.engine import Engine
 
@@ -80,22 +81,3 @@ def chats(engine: Engine) -> tuple[int, int]:
         cached += sum(drained(engine, answers).values())
         history = [[*old, *answers[id], *tokens(rng, OWN)] for id, old in enumerate(history)]
     return cached, asked
-
-
-def drained(engine: Engine, answers: dict[int, list[int]] | None = None) -> dict[int, int]:
-    """Runs all to their end. -> tokens found for each request"""
-    found: dict[int, int] = {}
-    while not engine.idle:
-        note(engine, found, answers)
-    return found
-
-
-def note(
-    engine: Engine, found: dict[int, int], answers: dict[int, list[int]] | None = None
-) -> None:
-    """A step."""
-    for output in engine.step():
-        sequence = output.sequence
-        found[sequence.id] = sequence.cached
-        if answers is not None:
-            answers[sequence.id].extend(output.tokens)

@@ -64,6 +64,20 @@ QWEN35B = replace(
         shared=SharedExpert(512, "mlp.shared_expert.", "mlp.shared_expert_gate"),
     ),
 )
+# For what a CPU can show: its layers are of the same kinds.
+QWEN_TINY = replace(
+    QWEN9B,
+    layers=4,
+    hidden=64,
+    intermediate=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocabulary=512,
+    rope=Rope(10_000_000.0, rotary_dim=8),
+    kinds=_every_fourth(4),
+    recurrent=hybrid.DeltaRule(2, 4, 16, 16),
+)
 NEMOTRON8B_LAYERS = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"
 NEMOTRON8B = ModelConfig(
     architecture="NemotronHForCausalLM",
@@ -97,6 +111,7 @@ HYBRIDS = {
     "qwen35-9b": QWEN9B,
     "qwen35-27b": QWEN27B,
     "qwen35-35b": QWEN35B,
+    "qwen35-tiny": QWEN_TINY,
     "nemotron-h-8b": NEMOTRON8B,
 }
 

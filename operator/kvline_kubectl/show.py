@@ -270,11 +270,13 @@ def _diagnosis(found: Object) -> list[RenderableType]:
         parts.append(f"  binding constraint: {found['binding']}")
     if found.get("largestMaxModelLen"):
         parts.append(f"  largest spec.engine.maxModelLen that fits: {found['largestMaxModelLen']}")
+    what = "would help"
     for knob in found.get("knobs") or []:
         in_mib = isinstance(knob.get("value"), int) and knob["field"].endswith(".memory")
         unit = "Mi" if in_mib else ""
         to = f" to {knob['value']}{unit}" if knob.get("value") is not None else ""
-        parts.append(f"  would help: {knob['direction']} {knob['field']}{to}")
+        parts.append(f"  {what}: {knob['direction']} {knob['field']}{to}")
+        what = "  and with it" if knob.get("withNext") else "would help"
     return ["", f"Revision {found['revision']}:", *parts] if parts else []
 
 

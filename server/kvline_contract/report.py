@@ -131,8 +131,7 @@ class Current:
     step: int | None = field(low=1, omit_none=True, default=None)
     steps: int | None = field(low=1, omit_none=True, default=None)
     name: str | None = field(limit=64, omit_none=True, default=None)
-    # When it is expected to be Validated; absent where nothing tells.
-    ready_at: str | None = field(limit=32, omit_none=True, default=None)
+    ready_at: str | None = field(limit=32, omit_none=True, default=None)  # expected Validated
 
 
 @document
@@ -143,6 +142,7 @@ class Knob:
     direction: Direction
     # With which a start would succeed, in the field's unit, of memory in MiB.
     value: int | None = field(omit_none=True, default=None)
+    with_next: bool | None = field(omit_none=True, default=None)  # it helps with the next alone
 
 
 @document

@@ -70,7 +70,7 @@ FAILURE = Termination(
     MemoryV1.of(rank()),
     Binding.HOST_MEMORY,
     MAX_INTEGER,
-    (Knob("k" * 64, Direction.RAISE, MAX_INTEGER),) * 8,
+    (Knob("k" * 64, Direction.RAISE, MAX_INTEGER, True),) * 8,
     (Attempt(16, MAX_INTEGER, Outcome.OUT_OF_MEMORY, -(2**31)),) * MAX_ATTEMPTS,
 )
 

@@ -104,7 +104,14 @@ terminations = st.builds(
     binding=st.none() | st.sampled_from(Binding),
     largest_max_model_len=st.none() | count,
     knobs=st.lists(
-        st.builds(Knob, text, st.sampled_from(Direction), st.none() | count), max_size=8
+        st.builds(
+            Knob,
+            text,
+            st.sampled_from(Direction),
+            st.none() | count,
+            st.none() | st.booleans(),
+        ),
+        max_size=8,
     ).map(tuple),
     attempts=st.lists(attempts, max_size=5).map(tuple),
 )

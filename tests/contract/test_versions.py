@@ -185,7 +185,7 @@ def test_records_lose_no_part_and_say_how_many_ranks_where_several(
 
 def test_a_termination_drops_parts_only_where_nothing_else_is_left_to_cut() -> None:
     parts = tuple(Part(f"{i:x}".rjust(32, "p"), 10**6, "\u00e9" * 64) for i in range(STORED_PARTS))
-    knobs = (Knob("k" * 64, Direction.RAISE, 2**50),) * 8
+    knobs = (Knob("k" * 64, Direction.RAISE, 2**50, True),) * 8
     attempts = (Attempt(1, 2**50, Outcome.OUT_OF_MEMORY, 2**50),) * 5
     full = MemoryV1.of(Memory(STORED_PARTS * 10**6, parts))
     ended = Termination(1, 40, "n", "m" * 1024, full, Binding.WEIGHTS, 1, knobs, attempts)

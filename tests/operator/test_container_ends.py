@@ -65,6 +65,9 @@ def test_an_end_beside_a_replica_that_serves_is_one_event(end: Ended, words: str
 PARTS = "of 1250 MiB weights 513 MiB, activations 86 MiB, headroom 59 MiB, others 592 MiB"
 CONTEXT = f"spec.engine.maxModelLen is 2048, the budget holds 1000 tokens; {PARTS}; it would help"
 KILLED = f"killed for memory while probing with the smallest KV cache: {PARTS}; it would help"
+SLOTS = f"the recurrent states of 8 requests do not fit: {PARTS}; it would help"
+FEWER = Knob("spec.engine.maxRunningRequests", Direction.LOWER, 2)
+KEPT = Knob("spec.engine.prefixSnapshots", Direction.LOWER, 4)
 SHORTER = Knob("spec.engine.maxModelLen", Direction.LOWER, 992)
 LARGER = Knob("spec.resources.memory", Direction.RAISE, 1296)
 UNKNOWN = Knob("spec.resources.memory", Direction.RAISE)
@@ -84,6 +87,13 @@ UNKNOWN = Knob("spec.resources.memory", Direction.RAISE)
             (UNKNOWN,),
             "killed for memory while probing with the smallest KV cache; raise "
             "spec.resources.memory",
+        ),
+        (
+            SLOTS,
+            (replace(FEWER, with_next=True), KEPT, LARGER),
+            "the recurrent states of 8 requests do not fit; lower spec.engine.maxRunningRequests "
+            "to 2 and lower spec.engine.prefixSnapshots to 4 or raise spec.resources.memory to "
+            "1296Mi",
         ),
         (KILLED, (), "killed for memory while probing with the smallest KV cache"),
     ],

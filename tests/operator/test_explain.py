@@ -16,7 +16,11 @@ STATUS: dict[str, Any] = {
         "revision": "fhcrv",
         "binding": "KVCache",
         "largestMaxModelLen": 976,
-        "knobs": [{"field": "spec.resources.memory", "direction": "Raise", "value": "3Gi"}],
+        "knobs": [
+            {"field": "spec.engine.maxRunningRequests", "direction": "lower", "withNext": True},
+            {"field": "spec.engine.prefixSnapshots", "direction": "lower", "value": 4},
+            {"field": "spec.resources.memory", "direction": "Raise", "value": "3Gi"},
+        ],
     },
     "warnings": ["chat-1: no prebuilt kernels for this GPU and model, using torch's slower ones"],
 }
@@ -32,6 +36,8 @@ def test_warnings_of_replicas_and_the_last_figure_are_explained() -> None:
     assert "binding constraint: KVCache" in text
     assert "largest spec.engine.maxModelLen that fits: 976" in text
     assert "would help: Raise spec.resources.memory to 3Gi" in text
+    assert "would help: lower spec.engine.maxRunningRequests\n" in text.replace(" \n", "\n")
+    assert "and with it: lower spec.engine.prefixSnapshots to 4" in text
 
 
 def test_what_would_help_is_shown_before_it_is_asked() -> None:

@@ -44,6 +44,16 @@ def shared_model(make_model: Callable[..., Path]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3.5 of which two ranks can each have a share."""
+    from hybrid_models import build, save
+
+    folder = save(build("qwen3.5"), tmp_path_factory.mktemp("hybrid"))
+    write_tokenizer(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real server over the tiny model, ready; one a module."""

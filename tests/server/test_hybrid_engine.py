@@ -14,7 +14,9 @@ import torch
 from engines import engine, finish, greedy, worker
 from hybrid_models import build, save
 
-from kvline_server.engine.engine import Engine
+from kvline_server.engine.engine import Engine, Output
+from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.state_shape import States
 from kvline_server.memory.states import BOUNDARY
 
@@ -42,7 +44,8 @@ def texts(made: Engine, prompts: list[list[int]], tokens: int = 20) -> list[list
 def spoil(made: Engine) -> None:
     """What is in no sequence's state and in no snapshot becomes NaN."""
     states = made.caches.states
-    assert states is not None
+    if states is None:
+        return
     kept = {*states._used, *(each.slot for each in states._of.values())}
     for layer in worker(made).arena.layers():
         if isinstance(layer, States):
@@ -168,3 +171,49 @@ def test_who_leaves_in_the_middle_of_a_prompt_gives_its_slot_back(
     out = finish(made)
     tokens = [t for item in out[5] for t in item.tokens]
     assert [tokens] == texts(engine(folder_of("qwen3.5"), step=80), [PROMPTS[-1]], 4)
+
+
+@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+def test_a_preempted_answer_is_not_computed_again(
+    folder_of: Callable[[str], Path],
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """But for what is behind its last full page, or the state that it left last, and it goes on as
+    if nothing had been: with logprobs of its prompt and penalties too."""
+    folder = make_model(family) if family == "llama" else folder_of(family)
+    every = PAGE_SIZE if family == "llama" else BOUNDARY
+    asked = greedy(72, prompt_logprobs=1, frequency_penalty=0.5, cache_salt="mine")
+    prompt, wanted = PROMPTS[4], list[int]()
+    for at in (0, 63, 64, 70):
+        made, got, begun = engine(folder, step=128), list[Output](), list[Work]()
+        made.submit(0, list(prompt), asked)
+        while len(got) < at:
+            got += made.step()
+        if at:
+            spoil(made)
+            with monkeypatch.context() as patched:
+                patched.setattr(made.scheduler, "advance", advancing(made.scheduler, begun))
+                made.scheduler._preempt(made.sequences[0])
+                spoil(made)
+                got += made.step()
+            length, found = len(prompt) + at, (len(prompt) + at - 1) // every * every
+            assert [(w.start, w.rows) for w in begun] == [(found, length - found)]
+        got += finish(made)[0]
+        tokens = [token for item in got for token in item.tokens]
+        wanted = wanted or tokens
+        assert tokens == wanted and len(tokens) == 72
+        assert [item.prompt_scores is not None for item in got] == [True] + [False] * 71
+        assert made.scheduler.preemptions == bool(at) and not made.caches.used
+
+
+def advancing(scheduler: Scheduler, begun: list[Work]) -> Callable[[list[Work]], None]:
+    """Which notes the work of each step."""
+    advance = scheduler.advance
+
+    def noting(work: list[Work]) -> None:
+        begun.extend(work)
+        advance(work)
+
+    return noting

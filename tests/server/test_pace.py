@@ -115,6 +115,7 @@ def test_a_step_has_no_fewer_rows_than_run_at_once(tmp_path: Path) -> None:
     knobs = {knob.spec_field.rpartition(".")[2]: knob.value for knob in refused.value.knobs}
     prefill, running = knobs["maxPrefillTokens"], knobs["maxRunningRequests"]
     assert prefill is not None and prefill == running
+    assert [knob.with_next for knob in refused.value.knobs] == [True, None]
     lower = replace(many, max_prefill_tokens=prefill, max_running_requests=running)
     start(tmp_path, lower, slow())
 

@@ -44,6 +44,23 @@ def test_before_a_size_is_tried_it_is_one_diagnosis(
     assert not leftovers(server)
 
 
+def test_states_that_one_rank_cannot_have_are_one_diagnosis_of_what_asks_for_them(
+    start: Callable[..., Server], hybrid_model: Path
+) -> None:
+    """The weights fitted. How much the device lacked is not known: by what is free nothing was."""
+    server = begin(start, hybrid_model, 1, "states:1")
+    assert server.end(SECONDS) == 40, server.output()
+    ended = server.termination()
+    assert ended["message"].startswith("the recurrent states of 4 requests and 8 prefix snapshots")
+    assert "rank 1 of 2" in ended["message"], ended["message"]
+    assert ended["name"] == "OutOfMemory"
+    assert ended["knobs"] == [
+        {"field": "spec.engine.maxRunningRequests", "direction": "lower"},
+        {"field": "spec.engine.prefixSnapshots", "direction": "lower"},
+    ]
+    assert not leftovers(server)
+
+
 @pytest.mark.parametrize(
     ("rank", "fault", "starts"),
     [

@@ -29,12 +29,12 @@ NAMES = ["engine", "rank1", "rank2"]
 LOST = int(ExitCode.RANK_LOST)
 
 
-def answers(server: Server) -> list[Any]:
-    """Greedy, each alone and all at once, with logprobs."""
+def answers(server: Server, echo: bool = True) -> list[Any]:
+    """Greedy, each alone and all at once, with logprobs, of the prompt too or from the cache."""
 
     def ask(prompt: str) -> Any:
         more = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 3}
-        return server.complete(**more, ignore_eos=True, echo=True)["choices"][0]["logprobs"]
+        return server.complete(**more, ignore_eos=True, echo=echo)["choices"][0]["logprobs"]
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return [ask(PROMPTS[0]), *pool.map(ask, PROMPTS)]
@@ -81,6 +81,21 @@ def test_ranks_answer_as_one(shared_model: Path, tmp_path: Path, alone: tuple[An
         compare(several, one)
 
 
+def test_two_ranks_of_a_hybrid_answer_as_one(hybrid_model: Path, tmp_path: Path) -> None:
+    """Cold, and from a state that both have kept."""
+    folder = tmp_path / "one", tmp_path / "two"
+    with (
+        serving(Server(hybrid_model, folder[0])) as alone,
+        serving(Server(hybrid_model, folder[1], gpus=2)) as server,
+    ):
+        for echo in (True, False):
+            for one, several in zip(answers(alone, echo), answers(server, echo), strict=True):
+                compare(several, one)
+        text = server.probe("/metrics")[1]
+        (hit,) = re.findall(r"^kvline_prefix_hit_tokens_total ([\d.]+)", text, re.M)
+        assert float(hit) >= 64
+
+
 def compare(got: dict[str, list[Any]], want: dict[str, list[Any]]) -> None:
     """Up to a tie, from which on the texts may be different ones."""
     pairs = list(zip(got["tokens"], want["tokens"], strict=True))
@@ -119,11 +134,14 @@ def ask(server: Server) -> httpx.Response:
 
 
 # With three ranks, rank 2 loses a rank that is not rank 0, and only the killed one is named.
-@pytest.mark.parametrize(("gpus", "rank"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("model", "gpus", "rank"),
+    [("shared", 2, 0), ("shared", 2, 1), ("shared", 3, 1), ("hybrid", 2, 1)],
+)
 def test_a_rank_that_is_killed_while_serving_ends_the_pod(
-    start: Callable[..., Server], shared_model: Path, gpus: int, rank: int
+    start: Callable[..., Server], request: pytest.FixtureRequest, model: str, gpus: int, rank: int
 ) -> None:
-    server = start(model=shared_model, gpus=gpus)
+    server = start(model=request.getfixturevalue(f"{model}_model"), gpus=gpus)
     server.wait()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 from engines import play_to_end
@@ -473,6 +474,25 @@ def test_pages_come_from_the_youngest_and_it_starts_again() -> None:
     assert done == [0, 1]
     assert young.tokens[: len(before)] == before
     assert young.length - young.prompt_length == 60
+
+
+@pytest.mark.parametrize(("tokens", "start"), [(42, 32), (64, 48), (65, 64), (66, 64), (100, 96)])
+@pytest.mark.parametrize("more", [{}, {"cache_salt": "mine"}, {"prompt_logprobs": 1}])
+def test_a_preempted_sequence_computes_again_what_is_behind_its_last_full_page(
+    tokens: int, start: int, more: dict[str, Any]
+) -> None:
+    """Of its answer too, and where the logprobs of its prompt have left the engine."""
+    scheduler = Scheduler(Caches((0,), (50,), 64), 2, 128)
+    params = SamplingParams(max_tokens=90, **more)
+    one = Sequence(0, list(range(40)), 40, params)
+    scheduler.add(one)
+    while len(one.tokens) < tokens:
+        step(scheduler, [])
+        one.scored = 40
+    scheduler._preempt(one)
+    assert [(w.start, w.rows) for w in step(scheduler, [])] == [(start, tokens - start)]
+    pool = scheduler.caches.pools[0]
+    assert pool.used == pages_for(tokens) and pool.free + pool.used + pool.cached == pool.total
 
 
 def test_a_full_pool_admits_nobody_new() -> None:

@@ -28,7 +28,7 @@ from kvline_server.memory.state_shape import States
 from kvline_server.model.config import read_config
 from kvline_server.sizing.offers import RUNNING_FIELD, SNAPSHOTS_FIELD
 from kvline_server.sizing.settings import EngineSettings, least_rows, resolve
-from kvline_server.sizing.slots import Slots, fitting
+from kvline_server.sizing.slots import Slots, fitting, refused
 
 LARGE = 4096 << 20
 SMALL_STATES = EngineOptions(state_dtype=StateDtype.BFLOAT16)
@@ -154,6 +154,56 @@ def test_slots_that_do_not_fit_are_refused_with_the_numbers_that_do(folder: Path
     assert fewer.loaded.slots.snapshots == knob.value
 
 
+def test_where_both_must_be_lowered_the_numbers_that_fit_together_are_offered(
+    folder: Path,
+) -> None:
+    """Neither would be enough: requests have memory of their own beside their states."""
+    both = {"max_running_requests": 2000, "prefix_snapshots": 60_000}
+    made = loaded(folder, **both)
+    fewer = made.settings.changed(max_running_requests=300, asked_snapshots=64)
+    slots, room = made.loaded.slots, Slots.of(fewer, made.loaded.slots.nbytes).reserved
+    memory = made.backend.device.used() - slots.reserved + room + fewer.reserved()
+    del made
+    with pytest.raises(OutOfMemory) as error:
+        loaded(folder, memory, **both)
+    running, kept = error.value.knobs
+    assert (running.spec_field, kept.spec_field) == (RUNNING_FIELD, SNAPSHOTS_FIELD)
+    assert running.with_next and not kept.with_next
+    assert running.value is not None and 8 < running.value < 2000
+    assert kept.value == min(2 * running.value, 64)
+    text = f"lower {RUNNING_FIELD} to {running.value} and {SNAPSHOTS_FIELD} to {kept.value} at most"
+    assert text in str(error.value)
+    now, spare = (running.value, kept.value), memory + (64 << 20)
+    for lowered in ((now[0], 60_000), (2000, now[1])):
+        with pytest.raises(OutOfMemory):
+            loaded(folder, spare, max_running_requests=lowered[0], prefix_snapshots=lowered[1])
+    pair = loaded(folder, spare, max_running_requests=now[0], prefix_snapshots=now[1]).loaded
+    assert (pair.slots.running, pair.slots.snapshots) == now
+
+
+@pytest.mark.parametrize(
+    ("slots", "snapshots", "offered"),
+    [
+        (1 + 68 + 64, 200, (68, 64)),
+        (1 + 30 + 12, 4000, (14, 28)),
+        (1 + 30 + 12, 50, (14, 28)),
+        (3, None, (1, 1)),
+        (2, 9, (1, 0)),
+        (1, 9, None),
+    ],
+)
+def test_a_pair_is_the_most_requests_with_as_many_snapshots_as_they_have_by_default(
+    slots: int, snapshots: int | None, offered: tuple[int, int] | None
+) -> None:
+    """No more than were asked, and fewer where that is all that fits beside one request."""
+    asked = EngineSettings(None, 8192, 256, 512, 20, 0, 64, None)
+    settings = replace(asked, recurrent=True, asked_snapshots=snapshots)
+    knobs = [
+        knob for each in fitting(settings, 1000, 1000 * slots) for knob in (each.knob, each.also)
+    ]
+    assert tuple(knob.value for knob in knobs if knob) == (offered or ())
+
+
 @pytest.mark.parametrize("snapshots", [None, 0, 40])
 def test_the_number_that_is_offered_is_the_largest_that_fits(snapshots: int | None) -> None:
     asked = EngineSettings(None, 8192, 256, 512, 20, 0, 64, None)
@@ -169,6 +219,9 @@ def test_the_number_that_is_offered_is_the_largest_that_fits(snapshots: int | No
     assert taken(running) <= free < taken(running + 1)
     assert SNAPSHOTS_FIELD not in offers, "of 256 requests no number fits"
     assert fitting(settings, nbytes, nbytes) == (), "nor a request without its dummy"
+    assert refused(settings, nbytes, free) == fitting(settings, nbytes, free)
+    unknown = refused(settings, nbytes, 1 << 40)  # a device that refuses what it has
+    assert [each.knob.value for each in unknown] == [None] * (2 if settings.snapshots else 1)
 
 
 def test_a_step_has_room_for_a_chunk_beside_all_decodes(folder: Path) -> None:

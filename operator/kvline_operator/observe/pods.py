@@ -82,7 +82,8 @@ class Ended:
         found = self.termination
         if found is None or found.memory is None:
             return self.message
-        helps = " or ".join(map(_change, found.knobs))
+        each = (f"{_change(k)}{' and ' if k.with_next else ' or '}" for k in found.knobs)
+        helps = "".join(each).removesuffix(" or ")
         return CLAUSE.split(self.message)[0] + (f"; {helps}" if helps else "")
 
     @property

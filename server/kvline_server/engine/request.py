@@ -123,6 +123,8 @@ class Sequence:
 
     @property
     def cacheable(self) -> int:
-        """Tokens that may come from the prefix cache: the last one must be computed, and so must
-        the token before each position whose logprob is returned."""
-        return min(len(self.tokens) - 1, self.first_scored - 1)
+        """Tokens that may come from the prefix cache, those of its answer too once it has been
+        preempted: the last one must be computed, and so must the token before each position of the
+        prompt whose logprob is returned."""
+        every_scored = self.first_scored == self.prompt_length
+        return (len(self.tokens) if every_scored else self.first_scored) - 1

@@ -38,14 +38,17 @@ class StateArena:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
         *starts, self.nbytes = accumulate(map(_aligned, sizes), initial=0)
         with translated(f"reserving {slots} slots of recurrent states"):
-            # Written to, not only reserved: a host's memory is charged when it is touched. The
-            # dummy slot is finite from then on.
-            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device).zero_()
+            self._memory = self._allocate(device)
         views = [
             self._memory[at : at + size].view(dtype).view(shape)
             for at, size, (shape, dtype) in zip(starts, sizes, parts, strict=True)
         ]
         self._layers = [States(*pair) for pair in zip(views[::2], views[1::2], strict=True)]
+
+    def _allocate(self, device: torch.device) -> torch.Tensor:
+        """Written to, not only reserved: a host's memory is charged when it is touched. The dummy
+        slot is finite from then on. uint8 [nbytes]"""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device).zero_()
 
     def layers(self) -> list[States]:
         """In the model's order."""

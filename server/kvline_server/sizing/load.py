@@ -23,28 +23,25 @@ from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
 from kvline_server.memory.parts import OwnedPart
-from kvline_server.memory.state_arena import StateArena
-from kvline_server.memory.state_shape import StateShape
+from kvline_server.memory.state_shape import States
 from kvline_server.model import devices, kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.files import identity
-from kvline_server.model.hybrid import served_in_bfloat16
 from kvline_server.model.linear import TensorSource
 from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
+from kvline_server.sizing import reserve
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.running import bounded, left, open_to_sizing
 from kvline_server.sizing.settings import EngineSettings
-from kvline_server.sizing.slots import Slots, fitting
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
 
 REPORT_SECONDS = 1.0
-STATE_DTYPES = {StateDtype.FLOAT32: torch.float32, StateDtype.BFLOAT16: torch.bfloat16}
 
 
 def read_model(launch: LaunchConfig) -> ModelConfig:
@@ -83,15 +80,16 @@ def load_model(
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
             shapes = state_shapes(local(model, shard))
-            state = _state_bytes(shapes, settings.state_dtype, backend)
+            state = reserve.slot_bytes(shapes, backend.dtype, settings.state_dtype)
             owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
             fixed = expected + collectives
             settings = _sized(launch, model, settings, device, kernels, cache, fixed, state)
-            slots = Slots.of(settings, state, _in_bfloat16(shapes, model, settings, backend))
+            slots = reserve.slots(shapes, model, settings, backend.dtype)
             rank = _diagnosis(backend, settings, owned, used - collectives, group)
-            _check_slots(slots, rank, device.limit - used - expected)
+            reserve.check(slots, rank, device.limit - used - expected)
             copied = _LoadProgress(send, started)
-            worker = _build(source, model, cache, shapes, settings, backend, kernels, copied)
+            arguments = source, model, cache, settings, backend, kernels, copied
+            worker = _build(*arguments, lambda: reserve.states(shapes, slots, rank, kernels))
             if group.rank == 0:
                 for warning in filter(None, (missing, *_warnings(source, model, backend, worker))):
                     send(Progress(warning=warning))
@@ -103,7 +101,7 @@ def load_model(
         raise rank.weights_do_not_fit(device.limit - used) from error
     kept = ["random"] * random + _kept(worker.decoder.weights)
     provenance = _report(launch, backend, kept, started, before, send)
-    loaded = Loaded(
+    return Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
         owned=(*worker.decoder.weights.parts(), *slots.parts(), *parts(cache)),
@@ -114,22 +112,7 @@ def load_model(
         cache_dtype=_name(backend.cache_dtype),
         note=backend.note,
         windowed=any(model.windows),
-    )
-    return loaded, settings
-
-
-def _state_bytes(shapes: tuple[StateShape, ...], dtype: StateDtype, backend: Backend) -> int:
-    """Of a slot of a rank's recurrent layers."""
-    return sum(each.nbytes(backend.dtype, STATE_DTYPES[dtype]) for each in shapes)
-
-
-def _in_bfloat16(
-    shapes: tuple[StateShape, ...], model: ModelConfig, settings: EngineSettings, backend: Backend
-) -> int:
-    """The same of one in bfloat16; 0 where it is that, or must not be."""
-    dtype = StateDtype.BFLOAT16
-    other = settings.state_dtype is not dtype and served_in_bfloat16(model.recurrent)
-    return _state_bytes(shapes, dtype, backend) if other else 0
+    ), settings
 
 
 def _report(
@@ -148,13 +131,6 @@ def _report(
     provenance = Provenance(device.name, device.driver, *which)
     send(Progress(provenance=provenance))
     return provenance
-
-
-def _check_slots(slots: Slots, rank: Diagnosis, free: int) -> None:
-    """Whether they fit in so many bytes beside what the rank has. Raises OutOfMemory."""
-    rank.owned = (*rank.owned, *slots.parts())
-    if slots.nbytes and slots.reserved + rank.settings.reserved() > free:
-        raise rank.slots_do_not_fit(free, fitting(rank.settings, slots.nbytes, free))
 
 
 def _sized(
@@ -367,19 +343,17 @@ def _build(
     source: TensorSource,
     model: ModelConfig,
     cache: tuple[CacheGroup, ...],
-    shapes: tuple[StateShape, ...],
     settings: EngineSettings,
     backend: Backend,
     kernels: Kernels,
     copied: Callable[[int, int], None],
+    states: Callable[[], list[States]],
 ) -> Worker:
     """Weights, recurrent states, KV arena (addresses only) and decoder of this rank."""
     shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
     weights = loader.load_weights(source, model, kernels, copied, shard)
-    dtypes = backend.dtype, STATE_DTYPES[settings.state_dtype]
-    states = StateArena(shapes, settings.state_slots, *dtypes, kernels.device)
-    arena = GroupedArena(cache, backend.arena, backend.device.limit, states.layers())
+    arena = GroupedArena(cache, backend.arena, backend.device.limit, states())
     decoder = Decoder(mine, weights, settings.wanted_len, kernels)
     running, rows = settings.max_running_requests, settings.decode_rows
     return Worker(decoder, arena, settings.logprob_rows, running, rows)

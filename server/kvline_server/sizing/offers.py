@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvline_contract.report import Direction, Knob
 
@@ -22,10 +22,15 @@ NOTHING = "no other value of one setting would be enough"
 class Offer:
     knob: Knob
     tokens: int | None = None  # that the KV cache would have; None: not known
+    also: Knob | None = None  # without which it would not be enough
 
     @classmethod
     def lower(cls, spec_field: str, value: int, tokens: int) -> Offer:
         return cls(Knob(spec_field, Direction.LOWER, value), tokens)
+
+    @classmethod
+    def both(cls, one: Knob, other: Knob) -> Offer:
+        return cls(replace(one, with_next=True), also=other)
 
     @classmethod
     def of_context(cls, largest: int, tokens: int) -> Offer:
@@ -43,7 +48,8 @@ class Offer:
         unit = "Mi" if knob.spec_field == MEMORY_FIELD else ""
         if self.tokens is None:
             bound = "least" if knob.direction is Direction.RAISE else "most"
-            return f"{knob.direction} {knob.spec_field} to {knob.value}{unit} at {bound}"
+            also = f" and {self.also.spec_field} to {self.also.value}" if self.also else ""
+            return f"{knob.direction} {knob.spec_field} to {knob.value}{unit}{also} at {bound}"
         return f"{knob.spec_field} {knob.value}{unit} would leave {self.tokens:,} tokens"
 
 
@@ -55,7 +61,8 @@ def advice(offers: tuple[Offer, ...], gpu: bool = False) -> str:
 
 
 def knobs(offers: tuple[Offer, ...]) -> tuple[Knob, ...]:
-    return tuple(offer.knob for offer in offers)
+    each = (knob for offer in offers for knob in (offer.knob, offer.also))
+    return tuple(knob for knob in each if knob is not None)
 
 
 def best(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from kvline_contract.report import Direction, Knob
 from kvline_server.errors import StepTooLong
@@ -53,6 +54,7 @@ def _knobs(rows: int, share: float, settings: EngineSettings) -> tuple[Knob, ...
         return (Knob("spec.engine.maxModelLen", Direction.LOWER),)
     knobs = [Knob("spec.engine.maxPrefillTokens", Direction.LOWER, fitting)]
     if fitting < settings.max_running_requests:
+        knobs[0] = replace(knobs[0], with_next=True)
         knobs.append(Knob("spec.engine.maxRunningRequests", Direction.LOWER, fitting))
     return tuple(knobs)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvline_contract.launch import StateDtype
+from kvline_contract.launch import StateDtype, usual_snapshots
 from kvline_contract.memory import SNAPSHOTS, STATES
 from kvline_contract.report import Direction, Knob
 from kvline_server.memory.parts import OwnedPart
@@ -52,7 +52,7 @@ NO_SLOTS = Slots()
 
 def fitting(settings: EngineSettings, nbytes: int, free: int) -> tuple[Offer, ...]:
     """What to ask for less of, where slots of so many bytes do not fit in `free` bytes beside what
-    requests take: the most that does of each setting, where some number does."""
+    requests take: the most that does of each setting, or of both where no number of one does."""
 
     def fits(**changed: int) -> bool:
         made = settings.changed(**changed)
@@ -61,7 +61,40 @@ def fitting(settings: EngineSettings, nbytes: int, free: int) -> tuple[Offer, ..
     running = _most(1, settings.max_running_requests, lambda n: fits(max_running_requests=n))
     kept = _most(0, settings.snapshots, lambda n: fits(asked_snapshots=n))
     found = (RUNNING_FIELD, running), (SNAPSHOTS_FIELD, kept)
-    return tuple(Offer(Knob(name, Direction.LOWER, n)) for name, n in found if n is not None)
+    offers = tuple(Offer(_lower(name, n)) for name, n in found if n is not None)
+    if offers:
+        return offers
+    pair = _pair(settings, lambda n, k: fits(max_running_requests=n, asked_snapshots=k))
+    return () if pair is None else (pair,)
+
+
+def refused(settings: EngineSettings, nbytes: int, free: int) -> tuple[Offer, ...]:
+    """What to ask for less of, where a device refused them with so many bytes free."""
+    if Slots.of(settings, nbytes).reserved + settings.reserved() > free:
+        return fitting(settings, nbytes, free)
+    asked = (RUNNING_FIELD, SNAPSHOTS_FIELD)[: 2 if settings.snapshots else 1]
+    return tuple(Offer(Knob(name, Direction.LOWER)) for name in asked)
+
+
+def _pair(settings: EngineSettings, fits: Callable[[int, int], bool]) -> Offer | None:
+    """The most requests with as many snapshots as they have by default, no more than were asked; or
+    one request with those that fit."""
+
+    def usual(running: int) -> int:
+        return min(settings.snapshots, usual_snapshots(running))
+
+    running = _most(1, settings.max_running_requests, lambda n: fits(n, usual(n)))
+    if running is not None:
+        kept: int | None = usual(running)
+    else:
+        running, kept = 1, _most(0, usual(1), lambda k: fits(1, k))
+    if kept is None:
+        return None
+    return Offer.both(_lower(RUNNING_FIELD, running), _lower(SNAPSHOTS_FIELD, kept))
+
+
+def _lower(spec_field: str, value: int) -> Knob:
+    return Knob(spec_field, Direction.LOWER, value)
 
 
 def _most(least: int, below: int, fits: Callable[[int], bool]) -> int | None:

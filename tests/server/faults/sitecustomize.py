@@ -123,6 +123,7 @@ OF_STAGES = {
     "tune": ("kvline_server.kernels.torch_gemms", "TorchGemms", "tune"),
     "row-counts": ("kvline_server.worker.worker", "Worker", "warm_up"),
     "capture": ("kvline_server.worker.worker", "Worker", "capture"),
+    "states": ("kvline_server.memory.state_arena", "StateArena", "_allocate"),
     "resize": ("kvline_server.memory.arena", "HostArena", "resize"),
     "step": ("kvline_server.worker.worker", "Worker", "_launch"),
 }
