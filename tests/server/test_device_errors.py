@@ -236,7 +236,7 @@ def test_kernels_that_an_image_lacks_are_a_warning(
         backend, "TorchKernels", lambda dtype, device, group: ("torch's", dtype, device)
     )
     warnings: list[str] = []
-    model: Any = SimpleNamespace(heads=8, kv_heads=2, head_dim=64, experts=None, rotates=True)
+    model: Any = SimpleNamespace(heads=8, kv_heads=2, head_dim=64, experts=None, attentions={})
     found: Any = backend._cuda_kernels(warnings.append, torch.bfloat16, model, ALONE, (0,))
     assert found == ("torch's", torch.bfloat16, "cuda")
     (text,) = warnings

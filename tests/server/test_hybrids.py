@@ -268,6 +268,23 @@ def test_on_a_gpu_a_hybrid_is_refused_before_its_weights_are_read(
     with pytest.raises(ModelUnsupported, match="not of width 4"):
         devices.check(replace(config, recurrent=replace(large, width=3)), Device.CUDA)
     devices.check(replace(config, recurrent=None), Device.CUDA)
+    # Their kernels were run in the interpreter alone.
+    for change, what in (
+        ({"rotates": False}, "attention without positions"),
+        ({"activation": "relu2"}, "MLPs without a gate"),
+        ({"experts": scan.experts}, "experts that a sigmoid chooses"),
+    ):
+        with pytest.raises(ModelUnsupported, match=what):
+            devices.check(replace(config, recurrent=None, **change), Device.CUDA)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-latent"])
+def test_a_rank_s_model_has_its_columns_of_experts(
+    name: str, family_of: Callable[[str], Family]
+) -> None:
+    """By which kernels are chosen: those of both have multiples of 16."""
+    config = read_config(family_of(name).folder)
+    assert config.expert_width == 24 and local(config, Shard(1, 2)).expert_width == 12
 
 
 def test_ranks_that_heads_do_not_divide_are_refused_by_name(

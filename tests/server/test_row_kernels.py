@@ -295,44 +295,48 @@ for ranks in (3, 8):
 
 WRITE = """
 import torch
-from kvline_server.kernels import triton_cache
+from interpreted import launcher
+from kvline_server.kernels import cuda_write, triton_cache
 from kvline_server.kernels.attention import Heads, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
 from kvline_server.model.positions import Rope
 from kvline_server.model.rope import cos_sin
 
-triton_cache._after_the_last = lambda: None  # an instruction that the interpreter has not
-FP8, PAGE, rows, queries, kv, dim = torch.float8_e4m3fn, 16, 7, 5, 3, 64
+play = launcher(triton_cache)
+FP8, PAGE, rows, queries, kv = torch.float8_e4m3fn, 16, 7, 5, 3
 torch.manual_seed(1)
 attention = TorchKernels().attention
 positions, slots = torch.randint(50, (rows,)), torch.randperm(3 * PAGE)[:rows]
-given = torch.randn(rows, queries + 2 * kv, dim)
-given[3, queries:] *= 1e4  # beyond the range of fp8
 
 
-def tables(rotary):
-    if not rotary:
-        return None, slots, 0  # the kernel does not read it
-    cos, sin = cos_sin(Rope(10000.0, rotary_dim=rotary), dim, 50)
-    return attention.rope_table(cos, sin), torch.cat((cos, sin), dim=-1), rotary // 2
-
-
-def compare(cached, scales, rotary, norms):
+def launch(variant, programs, *arguments):
     # The interpreter casts some numbers to fp8 wrongly (a carry of the mantissa is lost).
+    play(variant, programs, *(each.wide if isinstance(each, Wide) else each for each in arguments))
+
+
+class Wide:  # in the place of pages in fp8, for the kernel those in float32
+    dtype = FP8
+
+    def __init__(self, wide):
+        self.wide, self.stride = wide, wide.stride
+
+
+cuda_write.launch = launch
+
+
+def compare(cached, scales, dim, rotary, norms):
+    given = torch.randn(rows, queries + 2 * kv, dim)
+    given[3, queries:] *= 1e4  # beyond the range of fp8
+    table = cos_sin(Rope(10000.0, rotary_dim=rotary), dim, 50) if rotary else None
     pages = [torch.zeros(2, 3, PAGE, kv, dim, dtype=kind) for kind in (cached, torch.float32)]
-    caches = [KVLayer(each[0], each[1], scales) for each in pages]
-    made = [Heads(given.clone(), queries, kv, *norms, 1e-5) for _ in caches]
-    theirs, ours, pairs = tables(rotary)
-    attention.write(made[0], theirs, SlotMapping(positions, slots), caches[0])
-    fused, keys = made[1].fused, caches[1].keys
-    kernel = triton_cache.write_fp8 if cached == FP8 else triton_cache.write
-    kernel[(rows,)](
-        fused, fused.stride(0), *(fused if norm is None else norm for norm in norms), 1e-5,
-        ours, positions, slots, keys, caches[1].values, keys.stride(0), keys.stride(1),
-        queries, kv, pairs, *((1.0 / scales.keys, 1.0 / scales.values) if cached == FP8 else ()),
-        Q_PADDED=8, KV_PADDED=4, DIM=dim, PAGE=PAGE, NORM=int(norms[0] is not None)
-    )
+    made = [Heads(given.clone(), queries, kv, *norms, 1e-5) for _ in pages]
+    mapping = SlotMapping(positions, slots)
+    theirs = None if table is None else attention.rope_table(*table)
+    attention.write(made[0], theirs, mapping, KVLayer(*pages[0], scales))
+    ours = None if table is None else torch.cat(table, dim=-1)
+    kept = map(Wide, pages[1]) if cached == FP8 else pages[1]
+    cuda_write.write(made[1], ours, mapping, KVLayer(*kept, scales))
     q, own_q = (each.fused[:, :queries] for each in made)
     torch.testing.assert_close(own_q, q)
     # Elements that are not rotated are as they were given, or normed.
@@ -341,12 +345,13 @@ def compare(cached, scales, rotary, norms):
     return [each.to(cached).float() for each in pages]
 
 
-normed = torch.rand(dim) + 0.5, torch.rand(dim) + 0.5
-for rotary, norms in ((0, (None, None)), (32, normed), (32, (None, None)), (dim, normed)):
-    want, got = compare(torch.float32, Scales(), rotary, norms)
+CASES = (64, 0, False), (64, 32, True), (128, 96, False), (64, 64, True), (256, 64, True)
+for dim, rotary, normed in CASES:
+    norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else (None, None)
+    want, got = compare(torch.float32, Scales(), dim, rotary, norms)
     torch.testing.assert_close(got, want)
     for scales in (Scales(), Scales(0.11, 0.013)):
-        want, got = compare(FP8, scales, rotary, norms)
+        want, got = compare(FP8, scales, dim, rotary, norms)
         assert got.isfinite().all() and got.abs().max() == 448 == want.abs().max()
         torch.testing.assert_close(got, want, rtol=0.125, atol=2**-9)  # to either side of a tie
         assert (got == want).float().mean() > 0.999

@@ -55,7 +55,7 @@ def write(heads: Heads, rope: torch.Tensor | None, mapping: SlotMapping, cache: 
     # Kernels do not read what is not there; any pointer will do.
     norms = [heads.fused if n is None else n for n in (heads.q_norm, heads.k_norm)]
     pairs = 0 if rope is None else rope.shape[1] // 2
-    table = mapping.slots if rope is None else rope
+    table = heads.fused if rope is None else rope
     where = (table, mapping.positions, mapping.slots, cache.keys, cache.values)
     sizes = (cache.keys.stride(0), cache.keys.stride(1), heads.queries, heads.keys, pairs)
     inverses = (1.0 / cache.scales.keys, 1.0 / cache.scales.values) if fp8 else ()

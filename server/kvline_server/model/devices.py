@@ -21,9 +21,15 @@ def check(config: ModelConfig, device: Device) -> None:
 
 def _on_cpus_alone(config: ModelConfig) -> str:
     """What no kernels of GPUs were shown to do; empty where there is nothing."""
-    recurrent = config.recurrent
+    recurrent, experts = config.recurrent, config.experts
     if isinstance(recurrent, Mamba2):
         return "Mamba2 layers"
+    if not config.rotates:
+        return "attention without positions"
+    if config.activation == "relu2":
+        return "MLPs without a gate"
+    if experts is not None and experts.scores != "softmax":
+        return f"experts that a {experts.scores} chooses"
     if recurrent is not None and {recurrent.key_dim, recurrent.value_dim} != {HEAD_DIM}:
         return f"recurrent layers whose heads are not of size {HEAD_DIM}"
     if recurrent is not None and recurrent.width != WIDTH:

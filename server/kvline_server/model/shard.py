@@ -76,11 +76,15 @@ def _divides(config: ModelConfig, ranks: int) -> bool:
 
 def local(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The model that a rank's decoder is. The vocabulary stays whole: so is the embedding."""
+    experts = config.experts
+    if experts is not None and experts.width:
+        experts = replace(experts, width=len(shard.of(experts.width)))
     return replace(
         config,
         heads=len(shard.of(config.heads)),
         kv_heads=len(kv_heads(config, shard)),
         intermediate=len(shard.of(config.intermediate)),
+        experts=experts,
         recurrent=config.recurrent and config.recurrent.share(shard.ranks),
     )
 
