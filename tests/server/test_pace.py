@@ -19,7 +19,7 @@ from kvline_server.memory.device import MIB
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.profile import ProfileLoop
 from kvline_server.sizing.record import AttemptStore
-from kvline_server.sizing.settings import EngineSettings
+from kvline_server.sizing.settings import EngineSettings, least_rows
 from kvline_server.worker.step import Step
 
 PER_ROW, LIMIT = 0.001, 0.05
@@ -118,6 +118,20 @@ def test_a_step_has_no_fewer_rows_than_run_at_once(tmp_path: Path) -> None:
     assert [knob.with_next for knob in refused.value.knobs] == [True, None]
     lower = replace(many, max_prefill_tokens=prefill, max_running_requests=running)
     start(tmp_path, lower, slow())
+
+
+def test_a_hybrid_s_step_has_room_for_a_chunk_beside_what_runs(tmp_path: Path) -> None:
+    """Else the values that are offered would be refused by the next start."""
+    many = replace(SETTINGS, max_running_requests=64, max_prefill_tokens=256, recurrent=True)
+    with pytest.raises(StepTooLong) as refused:
+        start(tmp_path, many, slow(), limit=0.13)
+    prefill, running = (knob.value for knob in refused.value.knobs)
+    assert prefill is not None and running is not None
+    assert running < 64 and prefill == least_rows(running, recurrent=True)
+    lower = " and lower spec.engine.maxRunningRequests to "
+    assert f"lower spec.engine.maxPrefillTokens to {prefill}{lower}{running}" in str(refused.value)
+    with pytest.raises(StepTooLong, match=r"lower spec\.engine\.maxModelLen$"):
+        start(tmp_path, many, slow(), limit=0.05)
 
 
 def test_a_context_that_takes_too_long_whatever_the_rows_is_named(tmp_path: Path) -> None:

@@ -176,7 +176,8 @@ class Caches:
 
     def confirm_states(self, table: PageTable, tokens: int) -> None:
         """After a finite result that depends on so many tokens of the sequence."""
-        if self.states is not None and table.states is not None:
+        assert self.states is not None
+        if table.states is not None:
             self.states.confirm(table.states, tokens)
 
     def confirm(self, table: PageTable, first: int, last: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,8 +89,8 @@ def load_model(
             rank = _diagnosis(backend, settings, owned, used - collectives, group)
             reserve.check(slots, rank, device.limit - used - expected)
             copied = _LoadProgress(send, started)
-            arguments = source, model, cache, settings, backend, kernels, copied
-            worker = _build(*arguments, lambda: reserve.states(shapes, slots, rank, kernels))
+            states = partial(reserve.states, shapes, slots, rank, kernels)
+            worker = _build(source, model, cache, settings, backend, kernels, copied, states)
             if group.rank == 0:
                 for warning in filter(None, (missing, *_warnings(source, model, backend, worker))):
                     send(Progress(warning=warning))

@@ -14,7 +14,7 @@ from kvline_contract.report import Direction, Knob
 from kvline_server.errors import StepTooLong
 from kvline_server.ipc.starvation import threads, waited
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.sizing.settings import EngineSettings
+from kvline_server.sizing.settings import EngineSettings, least_rows
 from kvline_server.worker.step import Step
 
 SAFE = 0.8  # of what would just do: a step's time is not quite in proportion to its rows
@@ -38,7 +38,7 @@ def check(
         return
     rows, context = len(step.tokens), int(step.layout.positions.max()) + 1
     knobs = _knobs(rows, limit / seconds, settings)
-    advice = ", ".join(f"{knob.direction} {knob.spec_field}{_to(knob)}" for knob in knobs)
+    advice = " and ".join(f"{knob.direction} {knob.spec_field}{_to(knob)}" for knob in knobs)
     raise StepTooLong(
         f"a step of {rows} rows, with a context of {context} tokens, took {seconds:.3g} s; one of "
         f"more than {limit:g} s would be taken for a hung engine in service: {advice}",
@@ -48,14 +48,16 @@ def check(
 
 def _knobs(rows: int, share: float, settings: EngineSettings) -> tuple[Knob, ...]:
     """`share`: of the step's time that one may take. A step has maxPrefillTokens rows at most, and
-    that may not be below maxRunningRequests."""
+    that may not be below what so many requests need at least."""
     fitting = int(rows * SAFE * share) // PAGE_SIZE * PAGE_SIZE
-    if not fitting:  # it is the context that takes so long
+    # Else it is the context that takes so long.
+    if not fitting or fitting < least_rows(1, settings.recurrent):
         return (Knob("spec.engine.maxModelLen", Direction.LOWER),)
     knobs = [Knob("spec.engine.maxPrefillTokens", Direction.LOWER, fitting)]
-    if fitting < settings.max_running_requests:
+    beside = least_rows(0, settings.recurrent)
+    if fitting < settings.max_running_requests + beside:
         knobs[0] = replace(knobs[0], with_next=True)
-        knobs.append(Knob("spec.engine.maxRunningRequests", Direction.LOWER, fitting))
+        knobs.append(Knob("spec.engine.maxRunningRequests", Direction.LOWER, fitting - beside))
     return tuple(knobs)
 
 
