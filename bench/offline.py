@@ -50,7 +50,8 @@ MAX_MODEL_LEN = 8192
 CACHES = [KVCacheDtype(n) for n in os.environ.get("KVLINE_BENCH_KV_CACHE", "auto").split(",")]
 PROFILED = ("r512", "nano")
 # Of a model and its KV cache: runs of each workload, in tokens per second, and its KV tokens.
-Every = dict[tuple[str, KVCacheDtype], dict[str, list[float]]]
+Cached = tuple[str, KVCacheDtype]  # a model with a KV cache
+Every = dict[Cached, dict[str, list[float]]]
 
 
 class Printed:
@@ -243,28 +244,35 @@ def kept(of: str, rates: dict[str, list[float]]) -> list[list[str]]:
 def compared(every: Every) -> list[list[str]]:
     """KV tokens and throughput over those of the twin: of models in fp8 that in bfloat16, of an fp8
     KV cache the same model without. Throughput also over that of a model of another kind."""
+    plain, fp8 = KVCacheDtype
     twins = {
         ((name, cache), (twin, cache)): difference
         for name, (twin, difference) in TWINS.items()
         for cache in CACHES
     }
-    plain, fp8 = KVCacheDtype
     twins |= {((name, fp8), (name, plain)): f"{fp8}kv" for name, _ in every}
-    others = {((one, cache), (BESIDE[one], cache)): "" for one, cache in every if one in BESIDE}
     rows = []
-    for (one, twin), difference in (twins | others).items():
-        mine, theirs, beside = every.get(one, {}), every.get(twin, {}), label(*twin)
-        for kind in (kind for kind in mine if kind in theirs):
-            if not difference and kind == "kv-tokens":
-                continue  # of models with other sizes
-            best = max(theirs[kind])
-            worst, ratio = (rate / best for rate in (min(mine[kind]), max(mine[kind])))
-            spread, gpu = (worst, ratio), torch.cuda.get_device_name(0)
-            name = f"{kind}-{difference}-ratio-{beside}"
-            if not difference:
-                name = f"{kind}-of-{beside}-{label(*one)}"
-            record(name, ratio, "ratio", spread, gpu)
-            rows.append([label(*one), f"{kind} / {beside}'s", f"{ratio:.3f}", f"{worst:.3f}", ""])
+    for (one, twin), difference in twins.items():
+        rows += _over(every, one, twin, f"{{}}-{difference}-ratio-{label(*twin)}")
+    rates = {
+        each: {kind: values for kind, values in found.items() if kind in WORKLOADS}
+        for each, found in every.items()
+    }
+    for (name, other), cache in itertools.product(BESIDE.items(), CACHES):
+        one, twin = (name, cache), (other, cache)
+        rows += _over(rates, one, twin, f"{{}}-of-{label(*twin)}-{label(*one)}")
+    return rows
+
+
+def _over(every: Every, one: Cached, twin: Cached, name: str) -> list[list[str]]:
+    """Rows of one's figures over the twin's, recorded by `name` with each kind in its place."""
+    mine, others, beside = every.get(one, {}), every.get(twin, {}), label(*twin)
+    rows = []
+    for kind in (kind for kind in mine if kind in others):
+        best = max(others[kind])
+        worst, ratio = (rate / best for rate in (min(mine[kind]), max(mine[kind])))
+        record(name.format(kind), ratio, "ratio", (worst, ratio), torch.cuda.get_device_name(0))
+        rows.append([label(*one), f"{kind} / {beside}'s", f"{ratio:.3f}", f"{worst:.3f}", ""])
     return rows
 
 

@@ -75,6 +75,7 @@ def hybrid_ms(shape: ModelConfig, at_once: int, context: int) -> float:
     elements = sum(each[block.kind] for block in shape.blocks) + shape.vocabulary * shape.hidden
     experts = 0.0
     if (many := shape.experts) is not None:
+        assert matrices == 3 and not many.latent and not many.width, "as experts_ms has them"
         experts = experts_ms(shape, many, at_once)
         beside = many.count + (0 if many.shared is None else matrices * many.shared.width)
         elements += shape.layers * shape.hidden * beside

@@ -12,6 +12,7 @@ of several schemas, or of several lists of tools.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -90,18 +91,21 @@ class Always:
 
 
 class Prefills:
-    """Counts steps with chunks of several prompts, and those of them that captured graphs ran."""
+    """Counts steps with chunks of several prompts, and those of them in which nothing but the runs
+    of mixers was outside captured graphs."""
 
     def __init__(self, runner: Worker) -> None:
         self.steps = self.captured = self._replays = 0
         launch, replay = runner.launch, torch.cuda.CUDAGraph.replay
+        segments = len(runner.arena.layers())  # and the last, where there are logits
 
         def counted(step: Step, read: bool = True) -> LaunchedStep:
             before, layout = self._replays, step.layout
             launched = launch(step, read)
             if layout.sequences - layout.decodes > 1:
                 self.steps += 1
-                self.captured += self._replays > before
+                wanted = segments + (len(step.logits_indices) > 0)
+                self.captured += self._replays - before in (1, wanted)  # 1: a whole step
             return launched
 
         def replayed(graph: torch.cuda.CUDAGraph) -> None:
@@ -110,10 +114,12 @@ class Prefills:
 
         runner.launch = counted  # type: ignore[method-assign]
         torch.cuda.CUDAGraph.replay = replayed  # type: ignore[method-assign, assignment]
+        self._own = runner, replay
 
-    @property
-    def share(self) -> float:
-        return self.captured / max(1, self.steps)
+    def close(self) -> None:
+        runner, replay = self._own
+        del runner.launch  # the instance's
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
 
 
 def soak(
@@ -157,6 +163,7 @@ def run() -> None:
             rows.append(structured.within(name, wanted, partial(one, name, seconds, method, kind)))
         else:
             rows.append(one(name, seconds, method))
+        gc.collect()  # else the next start may find this one's weights
         torch.cuda.empty_cache()
     head = ["model", "KV tokens", "OOM", "lowest free MiB", "reserve grew MiB", "requests"]
     head += ["preempted", "errors", "steps of several prompts on graphs"]
@@ -187,7 +194,9 @@ def one(
     record(f"soak-errors-{label}", figures[5], f"in {seconds:.0f} s", (figures[5],) * 2, gpu)
     share = ""
     if prefills is not None:
-        share = f"{prefills.share:.3f} of {prefills.steps}"
-        record(f"graphs-share-{label}", prefills.share, "ratio", (prefills.share,) * 2, gpu)
+        prefills.close()
+        part = prefills.captured / prefills.steps
+        share = f"{part:.3f} of {prefills.steps}"
+        record(f"graphs-share-{label}", part, "ratio", (part, part), gpu)
     engine.executor.resize((0,) * len(engine.executor.pages))
     return [label, str(result.kv_tokens), *(f"{f:.0f}" for f in figures), share]
