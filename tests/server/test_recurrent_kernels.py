@@ -145,10 +145,48 @@ assert torch.equal(stored.float(), cut) and not torch.equal(cut, exact)
 assert torch.equal(stored[[0, 4]], before[[0, 4]])
 """
 
+# What convolve_rows writes is there once the kernel behind it has waited, and not before.
+LATE = """
+play, late, seen = cuda_convolution.launch, [], []
+
+def convolve(variant, programs, *arguments):
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    before = [each.clone() for each in tensors]
+    play(variant, programs, *arguments)
+    for each, old in zip(tensors, before):
+        if not torch.equal(each, old):
+            late.append((each, each.clone()))
+            each.copy_(old)
+
+def waited():  # of a launch's programs the first is the one that could have read too early
+    seen.append(len(late))
+    while late:
+        each, new = late.pop()
+        each.copy_(new)
+
+modules = triton_delta_rule, triton_scan
+for (layer, shape, gates), kernel in zip((delta_rule(), scan()), modules):
+    channels, counts = len(layer.convolution.weight), (2, 1, 4)
+    rows = torch.randn(sum(counts), channels + 16)
+    x, more = rows[:, :channels], rows[:, channels : channels + gates]
+    starts, slots = np.cumsum((0, *counts)).astype(np.int32), np.arange(1, 4)
+    plan = kernels.plan(Sequences(starts, slots, slots))
+    inputs, matrices, made = torch.randn(5, 3, channels), torch.randn(5, *shape), []
+    for convolving, waiting in ((play, lambda: None), (convolve, waited)):
+        cuda_convolution.launch, kernel._after_the_last = convolving, waiting
+        states = States(inputs.clone(), matrices.clone())
+        call = kernels.delta_rule if isinstance(layer, DeltaRule) else kernels.scan
+        made.append((call(x, more, layer, states, plan), states.inputs, states.matrices))
+    assert seen[0] > 0 and not late
+    seen.clear()
+    for one, other in zip(*made):
+        assert torch.equal(one, other) and one.isfinite().all()
+"""
+
 
 @pytest.mark.kernels
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("checks", [CHECKS, ROUNDED], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("checks", [CHECKS, ROUNDED, LATE], ids=["float32", "bfloat16", "late"])
 def test_the_kernels_do_what_the_reference_does(checks: str) -> None:
     """In bfloat16 a state is loaded as it is, and rounded where it is stored: by the interpreter
     towards zero, by a GPU to nearest (tests/gpu/test_recurrent.py)."""
