@@ -27,8 +27,8 @@ from stages import STAGES, Stage, say
 from summary import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-# Stages side by side: what waits runs beside what computes.
-LANES = (("unit", "process", "integration"), ("e2e", "kernels"))
+# Stages side by side: what waits runs beside what computes, and both lanes take about as long.
+LANES = (("unit", "process", "kernels"), ("e2e", "integration"))
 MOST_AGAIN = 6  # tests that run once more; with more late ones the run is red all the same
 
 
