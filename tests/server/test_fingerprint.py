@@ -146,7 +146,8 @@ def test_the_stub_of_the_cpu_image_is_no_library_for_gpus(tmp_path: Path) -> Non
 
 def test_a_start_says_that_its_torch_is_not_the_image_s(tiny_model: Path) -> None:
     launch = launch_config(tiny_model, EngineOptions(256, 2, 64))
-    backend = open_backend(launch, 1 << 30, os.getpid(), lambda text: None)
+    # Of a limit that has room beside what tests before this one left in the process.
+    backend = open_backend(launch, 8 << 30, os.getpid(), lambda text: None)
     settings = resolve(launch, load.read_model(launch), backend.device.limit)
     heard: list[Progress] = []
     load.load_model(launch, load.read_model(launch), settings, backend, heard.append)
