@@ -58,6 +58,46 @@ def _turned(
 
 
 @triton.jit
+def _rotated(
+    heads,
+    row_stride,
+    q_norm,
+    k_norm,
+    eps,
+    rope,
+    position,
+    queries,
+    kv,
+    pairs,
+    Q_PADDED: tl.constexpr,
+    KV_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Of a row: queries, in their place. -> keys as `_turned` has them, and where values are"""
+    base = heads + tl.program_id(0).to(tl.int64) * row_stride
+    cos, sin, one, other = _angles(rope, position, pairs, DIM)
+    left, right, lefts, rights, there = _turned(
+        base, q_norm, cos, sin, one, other, eps, queries, Q_PADDED, DIM, NORM
+    )
+    kind = heads.dtype.element_ty
+    tl.store(base + lefts, left.to(kind), mask=there)
+    tl.store(base + rights, right.to(kind), mask=there)
+    base += queries * DIM
+    left, right, lefts, rights, there = _turned(
+        base, k_norm, cos, sin, one, other, eps, kv, KV_PADDED, DIM, NORM
+    )
+    return left, right, lefts, rights, there, base + kv * DIM
+
+
+@triton.jit
+def _place(slots, page_stride, token_stride, PAGE: tl.constexpr):
+    """Of the row's token in a layer's cache."""
+    slot = tl.load(slots + tl.program_id(0))
+    return (slot // PAGE) * page_stride + (slot % PAGE) * token_stride
+
+
+@triton.jit
 def write(
     heads,
     row_stride,
@@ -81,24 +121,15 @@ def write(
     NORM: tl.constexpr,
 ):
     _after_the_last()
-    row = tl.program_id(0)
-    base = heads + row.to(tl.int64) * row_stride
-    cos, sin, one, other = _angles(rope, tl.load(positions + row), pairs, DIM)
-    left, right, lefts, rights, there = _turned(
-        base, q_norm, cos, sin, one, other, eps, queries, Q_PADDED, DIM, NORM
-    )
-    kind = heads.dtype.element_ty
-    tl.store(base + lefts, left.to(kind), mask=there)
-    tl.store(base + rights, right.to(kind), mask=there)
-    slot = tl.load(slots + row)
-    place = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride
-    base += queries * DIM
-    left, right, lefts, rights, there = _turned(
-        base, k_norm, cos, sin, one, other, eps, kv, KV_PADDED, DIM, NORM
-    )
+    position = tl.load(positions + tl.program_id(0))
+    left, right, lefts, rights, there, base = _rotated(
+        heads, row_stride, q_norm, k_norm, eps, rope, position, queries, kv, pairs,
+        Q_PADDED, KV_PADDED, DIM, NORM,
+    )  # fmt: skip
+    place = _place(slots, page_stride, token_stride, PAGE)
+    kind = keys.dtype.element_ty
     tl.store(keys + place + lefts, left.to(kind), mask=there)
     tl.store(keys + place + rights, right.to(kind), mask=there)
-    base += kv * DIM
     tl.store(values + place + lefts, tl.load(base + lefts, mask=there), mask=there)
     tl.store(values + place + rights, tl.load(base + rights, mask=there), mask=there)
 
@@ -136,24 +167,14 @@ def write_fp8(
     NORM: tl.constexpr,
 ):
     _after_the_last()
-    row = tl.program_id(0)
-    base = heads + row.to(tl.int64) * row_stride
-    cos, sin, one, other = _angles(rope, tl.load(positions + row), pairs, DIM)
-    left, right, lefts, rights, there = _turned(
-        base, q_norm, cos, sin, one, other, eps, queries, Q_PADDED, DIM, NORM
-    )
-    kind = heads.dtype.element_ty
-    tl.store(base + lefts, left.to(kind), mask=there)
-    tl.store(base + rights, right.to(kind), mask=there)
-    slot = tl.load(slots + row)
-    place = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride
-    base += queries * DIM
-    left, right, lefts, rights, there = _turned(
-        base, k_norm, cos, sin, one, other, eps, kv, KV_PADDED, DIM, NORM
-    )
+    position = tl.load(positions + tl.program_id(0))
+    left, right, lefts, rights, there, base = _rotated(
+        heads, row_stride, q_norm, k_norm, eps, rope, position, queries, kv, pairs,
+        Q_PADDED, KV_PADDED, DIM, NORM,
+    )  # fmt: skip
+    place = _place(slots, page_stride, token_stride, PAGE)
     _put(keys + place + lefts, left * keys_inverse, there)
     _put(keys + place + rights, right * keys_inverse, there)
-    base += kv * DIM
     left = tl.load(base + lefts, mask=there).to(tl.float32)
     right = tl.load(base + rights, mask=there).to(tl.float32)
     _put(values + place + lefts, left * values_inverse, there)
