@@ -7,7 +7,7 @@ from typing import Any
 
 from kvline_server.model import hybrid
 from kvline_server.model.config import Experts, ModelConfig, Names, Norms, SharedExpert
-from kvline_server.model.families.nemotron_h import PATTERN
+from kvline_server.model.families.nemotron_h import NAMES, NORMS, PATTERN
 from kvline_server.model.positions import PART, Rope
 from kvline_server.model.sequence import Kind
 
@@ -93,15 +93,8 @@ NEMOTRON8B = ModelConfig(
     rope=Rope(10000.0),
     kinds=tuple((PATTERN[letter],) for letter in NEMOTRON8B_LAYERS),
     recurrent=hybrid.Mamba2(128, 64, 8, 128, at="mixer."),
-    names=Names(
-        decoder="backbone.",
-        others=("model.",),
-        embedding="embeddings",
-        norm="norm_f",
-        attention="mixer.",
-        mlp="mixer.",
-    ),
-    norms=Norms(before_attention="norm", before_mlp="norm"),
+    names=NAMES,
+    norms=NORMS,
     gate_up=("up_proj",),
     activation="relu2",
     rotates=False,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -225,8 +226,17 @@ def test_a_snapshot_is_the_state_at_a_chunk_and_is_read_without_a_copy(
     untouched(model, [0, 10, 11])
 
 
-def test_a_captured_step_follows_its_slots_and_ignores_padding(model: Model) -> None:
-    rows = 12
+class Captured(NamedTuple):
+    slots: torch.Tensor
+    sources: torch.Tensor
+    x: torch.Tensor
+    gates: torch.Tensor
+    graph: torch.cuda.CUDAGraph
+    out: torch.Tensor
+
+
+def captured(model: Model, rows: int) -> Captured:
+    """A step of decodes, and what its replays read and write."""
     slots, sources = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))
     plan = model.kernels.plan_in_place(slots, sources)
     x, gates = (each.clone() for each in model.inputs(rows))
@@ -234,6 +244,12 @@ def test_a_captured_step_follows_its_slots_and_ignores_padding(model: Model) -> 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = model.planned(x, gates, plan)
+    return Captured(slots, sources, x, gates, graph, out)
+
+
+def test_a_captured_step_follows_its_slots_and_ignores_padding(model: Model) -> None:
+    rows = 12
+    slots, sources, x, gates, graph, out = captured(model, rows)
     for step in range(4):
         count = rows - 2 * step
         more = [model.inputs(4, seed=slot) for slot in range(1, count + 1)]
@@ -331,13 +347,7 @@ def test_snapshots_in_bfloat16_are_states_at_a_chunk(rows: int) -> None:
 def test_a_captured_step_reads_and_writes_states_in_bfloat16() -> None:
     """Slots by decodes beside padding, for 64 rows of each: near what float32 has."""
     model, rows, decodes = fresh(delta_rule, torch.bfloat16), 4, 64
-    slots, sources = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))
-    plan = model.kernels.plan_in_place(slots, sources)
-    x, gates = (each.clone() for each in model.inputs(rows))
-    model.planned(x, gates, plan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = model.planned(x, gates, plan)
+    slots, sources, x, gates, graph, out = captured(model, rows)
     own = [model.inputs(decodes, seed=slot) for slot in (1, 2, 3)]
     made = []
     x.fill_(NAN)

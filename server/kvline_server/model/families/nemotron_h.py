@@ -23,6 +23,15 @@ ARCHITECTURE = "NemotronHForCausalLM"
 MODEL_TYPE = "nemotron_h"
 OWN_CODE = "modeling_nemotron_h.NemotronHForCausalLM"
 PATTERN = {"M": Kind.RECURRENT, "*": Kind.ATTENTION, "-": Kind.MLP, "E": Kind.EXPERTS}
+NAMES = Names(
+    decoder="backbone.",
+    others=("model.",),
+    embedding="embeddings",
+    norm="norm_f",
+    attention="mixer.",
+    mlp="mixer.",
+)
+NORMS = Norms(before_attention="norm", before_mlp="norm")
 BLOCKS = {**hybrid.MIXERS, "mlp": Kind.MLP, "moe": Kind.EXPERTS}
 # Of positions, of what its class does not read or reads for training, and of draft layers.
 UNREAD = (
@@ -83,15 +92,8 @@ def read(fields: Fields) -> ModelConfig:
         kinds=tuple((kind,) for kind in kinds),
         recurrent=hybrid.nemotron(fields) if Kind.RECURRENT in kinds else None,
         experts=_experts(fields, kinds),
-        names=Names(
-            decoder="backbone.",
-            others=("model.",),
-            embedding="embeddings",
-            norm="norm_f",
-            attention="mixer.",
-            mlp="mixer.",
-        ),
-        norms=Norms(before_attention="norm", before_mlp="norm"),
+        names=NAMES,
+        norms=NORMS,
         gate_up=("up_proj",),
         activation="relu2",
         mlp_bias=fields.flag("mlp_bias"),
