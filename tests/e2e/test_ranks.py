@@ -79,15 +79,17 @@ def kill(space: Any, revision: str) -> dict[str, Any]:
                     return {"pod": pod["metadata"]["name"], **status}
         return {}
 
-    def restarted() -> dict[str, Any]:
+    def ended() -> dict[str, Any]:
+        """How it ended: the kubelet may count a restart before it says that."""
         now = container()
         assert now, f"the pod of revision {revision} is gone\n{describe(space, 'two')}"
-        return now if now["restartCount"] > before["restartCount"] else {}
+        restarted = now["restartCount"] > before["restartCount"]
+        return dict((now.get("lastState") or {}).get("terminated") or {}) if restarted else {}
 
     before = eventually(container, 60, on="pod")
     words = ("exec", before["pod"], "-c", "server", "--", "/opt/kvline/bin/python", "-c", KILL)
     eventually(lambda: space.kubectl(*words, check=False).stdout.strip() == "1", 60, on="pod")
-    last = eventually(restarted, 60, on="pod")["lastState"]["terminated"]
+    last = eventually(ended, 60, on="pod")
     assert last["exitCode"] == ExitCode.RANK_LOST, last
     return dict(json.loads(last["message"]))
 
