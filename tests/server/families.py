@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", MOE | {"num_local_experts": 6, "sliding_window": None}),
     "gpt-oss": ("GptOss", GPT_OSS),
 }
+# Of a head's four pairs two turn by an image's time, one by its row and one by its column.
+AXES: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+# Text models beside a tower for images.
+TOWERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-vl": ("Qwen3VL", WIDE | {"rope_parameters": AXES}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", MOE | {"moe_intermediate_size": 20, "rope_parameters": AXES}),
+    "qwen2.5-vl": ("Qwen2_5_VL", WIDE | {"rope_parameters": AXES}),
+    "gemma3-vl": ("Gemma3", FAMILIES["gemma3"][1]),
+}
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+    "image_size": 32,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+
+
+def build(family: str) -> Any:
+    """A model of transformers with a family's configuration."""
+    transformers = _transformers()
+    architecture, extra = (FAMILIES | TOWERED)[family]
+    own, kind = SMALL | extra, "CausalLM"
+    if family in TOWERED:
+        own, kind = {"text_config": own, "vision_config": TOWER}, "ConditionalGeneration"
+    config = getattr(transformers, f"{architecture}Config")(**own)
+    return getattr(transformers, f"{architecture.removesuffix('Text')}For{kind}")(config)
 
 
 def make(folder: Path, family: str, sharded: bool) -> Path:
-    transformers = _transformers()
-    architecture, extra = FAMILIES[family]
+    extra = (FAMILIES | TOWERED)[family][1]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{architecture}Config")(**(SMALL | extra))
-    kind = getattr(transformers, f"{architecture.removesuffix('Text')}ForCausalLM")
-    model = kind(config).to(torch.float32)
+    model = build(family).to(torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0, extra.get("initializer_range", 0.08))
@@ -143,8 +174,8 @@ def _transformers() -> Any:
 
 
 def reference(folder: Path) -> torch.nn.Module:
-    import transformers
-
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    transformers = _transformers()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model: Any = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32)
     assert isinstance(model, torch.nn.Module)
     return model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import GEMMA3_ROPE
+from families import AXES, GEMMA3_ROPE, TOWER
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.model import families, neutral
@@ -189,13 +189,50 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA | {"rope_parameters": GEMMA3_ROPE, "rope_scaling": {"factor": 2.0}},
     ),
 }
+TOWERED = ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL", "Gemma3")  # beside a tower for images
+AXES_OF_128 = AXES | {"mrope_section": [16, 24, 24]}
+AXIS = DENSE | {"head_dim": 8, "rope_parameters": AXES}
+VL_MOE = {key: value for key, value in QWEN_MOE.items() if key != "norm_topk_prob"}
+
+
+def towered(text: dict[str, Any]) -> dict[str, Any]:
+    tied = text.pop("tie_word_embeddings")
+    return {"text_config": text, "vision_config": TOWER, "tie_word_embeddings": tied}
+
+
+CASES |= {
+    "qwen3-vl": ("Qwen3VL", towered(AXIS | BIAS)),
+    "qwen3-vl-moe": ("Qwen3VLMoe", towered(VL_MOE | {"head_dim": 8, "rope_parameters": AXES})),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        towered(
+            AXIS
+            | UPPER
+            | {
+                "vocab_size": 152064,
+                "head_dim": 128,
+                "hidden_size": 8192,
+                "rope_parameters": AXES_OF_128,
+            }
+        ),
+    ),
+    "gemma3-vl": (
+        "Gemma3",
+        towered(GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ),
+}
 WITHOUT = {"phi3": "head_dim", "phi3-part": "head_dim", "qwen3-moe-window": "num_experts"}
 for _case, _field in WITHOUT.items():
     del CASES[_case][1][_field]
 
 
 # What an error names where a field is missing on which another depends.
-NAMED = {"num_local_experts": "num_experts", "partial_rotary_factor": "short_factor"}
+NAMED = {
+    "num_local_experts": "num_experts",
+    "partial_rotary_factor": "short_factor",
+    "text_config": "num_attention_heads",  # where the text model's fields may be beside the tower
+    "rope_type": "factor",
+}
 
 
 class Refused(Exception):
@@ -207,10 +244,11 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
 
     try:
         with torch.device("meta"):
-            config = getattr(transformers, f"{name}Config")(**copy.deepcopy(raw))
-            kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-            model = kind(config)
-        inner, every = model.model, model.model.layers
+            outer = getattr(transformers, f"{name}Config")(**copy.deepcopy(raw))
+            model = getattr(transformers, class_of(name))(outer)
+        config = getattr(outer, "text_config", outer)
+        inner = getattr(model.model, "language_model", model.model)
+        every = inner.layers
         module = getattr(inner, "rotary_emb", None)
         tables = [] if module is None else rotary(type(module)(config), config)
     except Exception as error:
@@ -223,9 +261,9 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
     norm = getattr(inner, "norm", None) or inner.norm_f
     window = getattr(config, "sliding_window", None)
     windows = [getattr(one, "sliding_window", window) or 0 for one in layers]
-    eos = config.eos_token_id
+    eos = getattr(config, "eos_token_id", None)
     return {
-        "elements": sum(one.numel() for one in model.parameters()) + biases_of_choice(model),
+        "elements": elements_of_text(model) + biases_of_choice(model),
         "layers": len(every),
         "recurrent": [n for layer in every for n in states(layer)],
         "multipliers": multipliers(
@@ -240,13 +278,25 @@ def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
         "eps": getattr(norm, "variance_epsilon", None) or norm.eps,
         "scale": layers[0].scaling,
         "windows": windows,
-        "tied": config.tie_word_embeddings,
+        "tied": outer.tie_word_embeddings,
         "chosen": getattr(config, "num_experts_per_tok", None),
         "renormalised": getattr(config, "norm_topk_prob", name in RENORMALISED),
         "eos": () if eos is None else (eos,),
         "cosines": [one[0] for one in tables],
         "sines": [one[1] for one in tables],
     }
+
+
+def class_of(name: str) -> str:
+    kind = "ConditionalGeneration" if name in TOWERED else "CausalLM"
+    return f"{name.removesuffix('Text')}For{kind}"
+
+
+def elements_of_text(model: Any) -> int:
+    """Without a tower's."""
+    towers = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+    named = model.named_parameters()
+    return sum(one.numel() for name, one in named if not name.startswith(towers))
 
 
 def biases_of_choice(model: Any) -> int:
@@ -293,7 +343,7 @@ def rotary(module: Any, config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [made[kind] for kind in kinds]
 
 
-RENORMALISED = ("Mixtral", "GptOss", "Qwen3_5MoeText", "GraniteMoeHybrid")
+RENORMALISED = ("Qwen3VLMoe", "Mixtral", "GptOss", "Qwen3_5MoeText", "GraniteMoeHybrid")
 POSITIONS = 1300  # more than the models' own lengths
 
 
@@ -340,8 +390,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def read(folder: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
-    architecture = f"{name.removesuffix('Text')}ForCausalLM"
-    (folder / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": [class_of(name)]}))
     return read_config(folder)
 
 
@@ -414,11 +463,16 @@ def test_a_field_left_out_has_the_default_of_its_class(
 def test_every_family_is_compared_and_names_its_class() -> None:
     import transformers
 
-    named = {f"{name.removesuffix('Text')}ForCausalLM" for name, _ in CASES.values()}
-    assert named == {module.ARCHITECTURE for module in families.known().values()}
+    known = families.known()
+    named = {class_of(name) for name, _ in CASES.values()}
+    assert named >= {module.ARCHITECTURE for module in known.values()}
     for name, _ in CASES.values():
-        module = families.known()[f"{name.removesuffix('Text')}ForCausalLM"]
-        assert getattr(transformers, f"{name}Config").model_type == module.MODEL_TYPE
+        module, config = known[class_of(name)], getattr(transformers, f"{name}Config")
+        if name in TOWERED:
+            beside = families.beside(module)
+            assert beside is not None and config.model_type == beside.model_type
+            config = config.sub_configs_defaults["text_config"].config_class
+        assert config.model_type == module.MODEL_TYPE
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -431,8 +485,10 @@ def test_every_field_of_the_class_is_read_or_known_to_change_nothing(
 
     name, raw = CASES[case]
     asked = fields_read(tmp_path, name, raw, monkeypatch)
-    known = {one.name for one in dataclasses.fields(getattr(transformers, f"{name}Config"))}
-    unread = known - asked - neutral.IGNORED
+    config, asked = getattr(transformers, f"{name}Config"), {path.split(".")[-1] for path in asked}
+    if name in TOWERED:
+        config = config.sub_configs_defaults["text_config"].config_class
+    unread = {one.name for one in dataclasses.fields(config)} - asked - neutral.IGNORED
     assert unread <= set(neutral.NEUTRAL) | {
         "attn_logit_softcapping",  # refused unless null
         "final_logit_softcapping",

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from engines import engine, finish, greedy
-from families import FAMILIES, reference
+from families import FAMILIES, TOWERED, reference
 from near import TOLERANCE, same_ranking
 from safetensors.torch import load_file, save_file
 
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model import loader
 from kvline_server.model.config import read_config
@@ -21,7 +22,7 @@ from kvline_server.model.loader import RandomSource, SafetensorsSource, load_wei
 
 PROMPTS = [[5, 9, 260, 17], list(range(20, 95)), [300], list(range(150, 185))]
 OF_OTHER_TESTS = ("wide", "shared", "qwen3-shallow")  # sizes of families that are here
-SERVED = {name: 512 for name in FAMILIES if name not in OF_OTHER_TESTS} | {
+SERVED = {name: 512 for name in FAMILIES | TOWERED if name not in OF_OTHER_TESTS} | {
     "phi3-short": 256,
     "yarn": 256,
 }
@@ -152,3 +153,39 @@ def test_broken_weights_are_named(
     }[kind]
     with pytest.raises(ModelInvalid, match=named):
         engine(tmp_path)
+
+
+def test_experts_with_inputs_before_outputs_are_the_same_model(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As Qwen publishes Qwen3-VL; transformers saves outputs first."""
+    folder = make_model("qwen3-vl-moe")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    config = read_config(folder)
+    one, other = (
+        load_weights(SafetensorsSource(each), config, TorchKernels()) for each in (folder, tmp_path)
+    )
+    for a, b in zip(one.experts(), other.experts(), strict=True):
+        for weight in ("gate_up", "down"):
+            assert torch.equal(getattr(a.layer, weight), getattr(b.layer, weight))
+    of_other_shape = {**tensors, name: tensors[name][:, 1:].contiguous()}
+    save_file(of_other_shape, tmp_path / "model.safetensors")
+    with pytest.raises(ModelInvalid, match=rf"{name} has shape .* config.json requires"):
+        loader.checked(SafetensorsSource(tmp_path), config)
+
+
+def test_older_files_have_the_fields_of_the_text_model_beside_the_tower(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of Qwen2.5-VL, with the axes of images as the kind of rope scaling."""
+    folder = make_model("qwen2.5-vl")
+    raw = json.loads((folder / "config.json").read_text())
+    text = raw.pop("text_config")
+    theta = text.pop("rope_parameters")["rope_theta"]
+    older = {"rope_theta": theta, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    (tmp_path / "config.json").write_text(json.dumps(text | raw | older))
+    assert read_config(tmp_path) == read_config(folder)

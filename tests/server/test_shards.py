@@ -52,7 +52,7 @@ class Recorded:
         self.source = source
         self.copied: Counter[str] = Counter()
         self.check, self.fp8 = source.check, source.fp8
-        self.has, self.count = source.has, source.count
+        self.has, self.count, self.shape = source.has, source.count, source.shape
 
     def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None:
         self.copied[part.name] += into.numel()
@@ -132,7 +132,16 @@ def rank_of(folder: Path, config: ModelConfig, own: Shard) -> Weights:
 
 
 # phi4-mini is fused in its files, and rotates a part of each head.
-FAMILIES = ("llama", "llama-tied", "qwen2", "olmo2", "gemma3", "phi4-mini", "gpt-oss")
+FAMILIES = (
+    "qwen3-vl-moe",
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "olmo2",
+    "gemma3",
+    "phi4-mini",
+    "gpt-oss",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -80,6 +80,7 @@ class Experts:
     # Two tensors of all experts in the place of those of each, gate's rows before up's: where a
     # file has them, or always where an expert's have no names.
     together: tuple[str, str] | None = None
+    transposes: bool = False  # some files have these with an expert's inputs before its outputs
     width: int = 0  # of each; 0: the model's
     latent: int = 0  # what a token is projected to for them, and their sum back; 0: as it is
     shared: SharedExpert | None = None
@@ -196,7 +197,8 @@ def read_config(folder: Path) -> ModelConfig:
     text.only("model_type", family.MODEL_TYPE, family.MODEL_TYPE)
     model: ModelConfig = family.read(text)
     if beside is not None and towered:
-        names = replace(model.names, decoder=beside.decoder, others=())
+        decoder, *others = beside.decoders
+        names = replace(model.names, decoder=decoder, others=tuple(others))
         model = replace(model, names=names, left_out=(*beside.towers, *model.left_out))
     model = _quantized(fields, model)
     _refuse_other_windows(text, model)

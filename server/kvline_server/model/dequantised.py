@@ -46,6 +46,9 @@ class Dequantised:
     def count(self, prefix: str) -> int:
         return self.files.count(prefix)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.files.shape(name)
+
     def fp8(self, name: str) -> Quantization | None:
         there = name in self.files.where and self.files.dtype(name) == E4M3
         return self.quantization if there else None

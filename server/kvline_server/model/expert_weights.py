@@ -45,16 +45,25 @@ def _together(
     hidden, width = config.hidden, config.expert_width
     columns = tensors.shard.of(width)
     both = [columns, range(width + columns.start, width + columns.stop)]
-    shapes = (many.count, 2 * width, hidden), (many.count, hidden, width)
+    sizes = (2 * width, hidden), (hidden, width)  # outputs and inputs
     inputs, outputs = (
         [
-            Rows(name, rows, shape[1], Stacked(shape, expert))
+            Rows(name, rows, size[0], _stack(tensors, many, name, *size, expert))
             for expert in range(many.count)
             for rows in own
         ]
-        for name, shape, own in zip((gate_up, down), shapes, (both, [range(hidden)]), strict=True)
+        for name, size, own in zip((gate_up, down), sizes, (both, [range(hidden)]), strict=True)
     )
     return Layer(tensors.get(inputs, hidden), tensors.get(outputs, width, columns))
+
+
+def _stack(
+    tensors: Tensors, many: Experts, name: str, outputs: int, inputs: int, expert: int
+) -> Stacked:
+    """One of all experts' matrices, with inputs before outputs where the tensor is so."""
+    usual, other = (many.count, outputs, inputs), (many.count, inputs, outputs)
+    turned = many.transposes and tensors.source.shape(name) == other != usual
+    return Stacked(other if turned else usual, expert, turned)
 
 
 def _stacked(tensors: Tensors, config: ModelConfig, many: Experts, at: str) -> Layer:

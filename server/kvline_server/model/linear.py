@@ -71,6 +71,9 @@ class TensorSource(Protocol):
     def count(self, prefix: str) -> int:
         """Tensors whose names begin so."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there, else of none."""
+
     def check(self, name: str, shape: tuple[int, ...]) -> None: ...
 
     def copy(self, part: Rows, into: torch.Tensor, column: int = 0) -> None: ...

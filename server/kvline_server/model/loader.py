@@ -120,6 +120,8 @@ class SafetensorsSource:
         return None
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if not self.has(name):
+            return ()
         return tuple(self.files[self.where[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
@@ -158,6 +160,9 @@ class RandomSource:
 
     def count(self, prefix: str) -> int:
         return 0
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return ()
 
     def fp8(self, name: str) -> Quantization | None:
         return None if name.endswith(ROUTERS) else self.quantization

@@ -92,6 +92,13 @@ def read_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
     return rope
 
 
+def image_axes(scaling: Fields) -> None:
+    """Reads which pairs of a head turn by which position of an image: time, row or column. Those of
+    text are the same on each axis, so that it changes nothing there."""
+    for key in ("mrope_section", "mrope_interleaved"):
+        scaling.value(key)
+
+
 def rope_kind(scaling: Fields) -> str:
     older = scaling.value("type", "default")
     return str(scaling.value("rope_type", older))

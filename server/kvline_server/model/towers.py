@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvline_server.model.fields import Fields
 
-SECTION = "text_config"
+SECTION, TIED, END = "text_config", "tie_word_embeddings", "eos_token_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +16,18 @@ class Beside:
 
     architecture: str
     model_type: str
-    decoder: str  # before the names of its tensors
+    decoders: tuple[str, ...]  # before the names of its tensors: the first that a file has
     towers: tuple[str, ...]  # before those of the others
     fields: tuple[str, ...]  # of the towers, and of tokens for what they see
+    flat: bool = False  # older files have the text model's fields beside them, in no section
+    # The class of the text model has a default of its own, which is never asked for.
+    unasked_tie: bool = False
 
 
 QWEN = Beside(
     architecture="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",
-    decoder="model.language_model.",
+    decoders=("model.language_model.",),
     towers=("model.visual.",),
     fields=(
         "vision_config",
@@ -41,12 +44,20 @@ def text_of(fields: Fields, beside: Beside) -> Fields:
     fields.only("model_type", beside.model_type, beside.model_type)
     fields.read.update(beside.fields)
     text = fields.section(SECTION)
+    if not text.raw and beside.flat:
+        outer = ("model_type", "architectures", *beside.fields)
+        own = {key: value for key, value in fields.raw.items() if key not in outer}
+        fields.read.update(own)
+        return Fields(own, fields.path)
     if not text.raw:
         raise fields.invalid(SECTION, "an object")
-    tied = "tie_word_embeddings"
-    outer = fields.value(tied)
-    if outer is not None and text.raw.get(tied, outer) != outer:
-        raise text.unsupported(tied, f" beside {tied} {outer!r:.40}")
-    if outer is not None:
-        text.raw = {**text.raw, tied: outer}
+    if fields.null(TIED):
+        raise fields.invalid(TIED, "true or false")
+    tied, end = fields.value(TIED), fields.raw.get(END)
+    if tied is not None and text.raw.get(TIED, tied) != tied and not beside.unasked_tie:
+        raise text.unsupported(TIED, f" beside {TIED} {tied!r:.40}")
+    if tied is not None:
+        text.raw = {**text.raw, TIED: tied}
+    if end is not None and text.raw.get(END) is None:
+        text.raw = {**text.raw, END: end}
     return text

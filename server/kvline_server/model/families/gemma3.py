@@ -9,13 +9,40 @@ from dataclasses import replace
 from kvline_server.model.config import GLOBAL, LOCAL, ModelConfig, Norms, dense, kinds_of_layers
 from kvline_server.model.fields import Fields
 from kvline_server.model.positions import read_rope, rope_theta
+from kvline_server.model.towers import Beside
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 MODEL_TYPE = "gemma3_text"
+BESIDE = Beside(
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    decoders=("language_model.model.", "model.language_model."),
+    towers=tuple(
+        f"{at}{tower}."
+        for at in ("", "model.")
+        for tower in ("vision_tower", "multi_modal_projector")
+    ),
+    fields=(
+        "vision_config",
+        "mm_tokens_per_image",
+        "image_token_index",
+        "boi_token_index",
+        "eoi_token_index",
+    ),
+)
 GELU = "gelu_pytorch_tanh"
 
 
+# What published files with a tower leave to the class.
+USUAL = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+
 def read(fields: Fields) -> ModelConfig:
+    fields.raw = USUAL | fields.raw
     fields.only("hidden_activation", GELU, GELU)
     fields.only("hidden_act", GELU, GELU)  # which its class does not read
     ropes = fields.section("rope_parameters")

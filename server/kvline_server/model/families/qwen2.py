@@ -17,10 +17,10 @@ def read(fields: Fields) -> ModelConfig:
     return replace(dense(fields, kv_heads=32), qkv_bias=True, windows=upper_windows(fields))
 
 
-def upper_windows(fields: Fields) -> tuple[int, ...]:
-    """Each layer's: by layer_types, or from max_window_layers on."""
+def upper_windows(fields: Fields, first: int = 28) -> tuple[int, ...]:
+    """Each layer's: by layer_types, or from max_window_layers on, the `first` one by default."""
     layers = fields.integer("num_hidden_layers")
-    first = fields.value("max_window_layers", 28)
+    first = fields.value("max_window_layers", first)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise fields.invalid("max_window_layers", "a number of layers")
     windowed = fields.flag("use_sliding_window") and not fields.null("sliding_window")

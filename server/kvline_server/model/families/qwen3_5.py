@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvline_server.model import hybrid, towers
 from kvline_server.model.config import ModelConfig, Names, Norms, dense
 from kvline_server.model.fields import Fields
-from kvline_server.model.positions import PART, Rope, read_rope, rope_fields, rope_theta
+from kvline_server.model.positions import PART, Rope, image_axes, read_rope, rope_fields, rope_theta
 from kvline_server.model.sequence import Kind
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
@@ -22,7 +22,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.only("mlp_only_layers", [], [])
     model = qwen(fields, kv_heads=4, width="intermediate_size", by_key_head=False)
     # Its class finds both names.
-    return replace(model, names=Names(others=(BESIDE.decoder,)))
+    return replace(model, names=Names(others=BESIDE.decoders))
 
 
 def qwen(fields: Fields, kv_heads: int, width: str, by_key_head: bool) -> ModelConfig:
@@ -51,10 +51,8 @@ def qwen(fields: Fields, kv_heads: int, width: str, by_key_head: bool) -> ModelC
 
 
 def _rope(fields: Fields) -> Rope:
-    """Positions of images differ by axis; those of text are the same in each."""
     scaling = rope_fields(fields, 10000.0)
-    for key in ("mrope_section", "mrope_interleaved"):
-        scaling.value(key)
+    image_axes(scaling)
     head_dim = fields.integer("head_dim", 256)
     usual = 1.0 if fields.null(PART) else 0.25
     dim = int(head_dim * scaling.number(PART, fields.number(PART, usual)))

@@ -21,7 +21,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.only("mlp_only_layers", [], [])
     fields.only("norm_topk_prob", True, True)  # which its class does not read
     model = mixture(fields, renormalise=True, by_key_head=False)
-    return replace(model, names=Names(others=(BESIDE.decoder,)))
+    return replace(model, names=Names(others=BESIDE.decoders))
 
 
 def mixture(fields: Fields, renormalise: bool, by_key_head: bool) -> ModelConfig:

@@ -12,14 +12,7 @@ MODEL_TYPE = "qwen3_moe"
 
 
 def read(fields: Fields) -> ModelConfig:
-    for key, every in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if fields.value(key, every) != every:
-            raise fields.unsupported(key, f", {every!r} is: experts in every layer")
-    fields.value("intermediate_size")  # of layers without experts, which it has not
-    count, other = "num_experts", "num_local_experts"  # the second is in newer files
-    if other in fields.raw and count not in fields.raw:
-        count, other = other, count
-    fields.only(other, fields.raw.get(count), fields.raw.get(count))
+    count = in_every_layer(fields)
     fields.only("use_qk_norm", True, True)  # some files say so
     windows = every_window(fields, default=4096)
     bias = fields.flag("attention_bias")
@@ -31,3 +24,16 @@ def read(fields: Fields) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
     )
+
+
+def in_every_layer(fields: Fields) -> str:
+    """Refuses layers without experts. -> the field that has the number of experts"""
+    for key, every in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if fields.value(key, every) != every:
+            raise fields.unsupported(key, f", {every!r} is: experts in every layer")
+    fields.value("intermediate_size")  # of layers without experts, which it has not
+    count, other = "num_experts", "num_local_experts"  # the second is in newer files
+    if other in fields.raw and count not in fields.raw:
+        count, other = other, count
+    fields.only(other, fields.raw.get(count), fields.raw.get(count))
+    return count
