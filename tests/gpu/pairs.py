@@ -157,7 +157,7 @@ def captured(
 
 def forward(decoder: Decoder, arena: GroupedArena, step: Step) -> torch.Tensor:
     """Eager: without graphs."""
-    ids, mapping, logits_indices = upload(decoder.kernels, step, torch.empty(0))
+    ids, mapping, logits_indices = upload(decoder, step, torch.empty(0))
     with torch.inference_mode():
         out: torch.Tensor = decoder.step(ids, mapping, arena.layers(), step.layout, logits_indices)
     return out

@@ -230,7 +230,7 @@ for _case, _field in WITHOUT.items():
 NAMED = {
     "num_local_experts": "num_experts",
     "partial_rotary_factor": "short_factor",
-    "text_config": "num_attention_heads",  # where the text model's fields may be beside the tower
+    "text_config": "hidden_size",  # where the text model's fields may be beside the tower
     "rope_type": "factor",
 }
 

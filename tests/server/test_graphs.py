@@ -61,7 +61,7 @@ def test_graphs_give_the_hidden_states_of_steps_without(
 
     def compared(step: Step) -> torch.Tensor:
         got = run(step)
-        ids, mapping, logits_indices = upload(decoder.kernels, step, runner.last_tokens)
+        ids, mapping, logits_indices = upload(decoder, step, runner.last_tokens)
         want = decoder.step(ids, mapping, runner.arena.layers(), step.layout, logits_indices)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         kinds.add((found.whole.fits(step), len(step.pending_rows) > 0))

@@ -186,6 +186,6 @@ def test_older_files_have_the_fields_of_the_text_model_beside_the_tower(
     raw = json.loads((folder / "config.json").read_text())
     text = raw.pop("text_config")
     theta = text.pop("rope_parameters")["rope_theta"]
-    older = {"rope_theta": theta, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    older = {"rope_theta": theta, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
     (tmp_path / "config.json").write_text(json.dumps(text | raw | older))
     assert read_config(tmp_path) == read_config(folder)

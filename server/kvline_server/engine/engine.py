@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from kvline_server.engine import batch as batches
+from kvline_server.engine.encoding import Encoding
 from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.masks import Masks, Verdict
+from kvline_server.engine.pictures import Pictures
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.engine.speculation import Speculation, accepted
@@ -26,7 +28,7 @@ from kvline_server.kernels.layout import NO_TOKEN
 from kvline_server.memory.caches import Caches
 from kvline_server.memory.states import StatePool
 from kvline_server.parallel.executor import Executor
-from kvline_server.worker.step import InFlight, Results
+from kvline_server.worker.step import NO_CONSTRAINTS, Constraints, InFlight, Results
 
 # error: the model's numbers for this sequence are not finite, so there is no next token; or its
 # grammar could not be followed.
@@ -67,15 +69,22 @@ class Engine:
         draft_tokens: int = 0,
         matchers: Matchers | None = None,
         states: StatePool | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit.
         `draft_tokens` of a decode, at most. Without `matchers` sequences with a grammar fail.
-        `states` of a model with recurrent layers."""
+        `states` of a model with recurrent layers, `encoding` of one that sees images."""
         self.executor = executor
         self.caches = Caches(executor.windows, executor.pages, max_step_tokens, states)
         self.speculation = Speculation(draft_tokens) if draft_tokens else None
+        self.encoding = encoding
         self.scheduler = Scheduler(
-            self.caches, max_running, max_step_tokens, mixed_prefill_tokens, self.speculation
+            self.caches,
+            max_running,
+            max_step_tokens,
+            mixed_prefill_tokens,
+            self.speculation,
+            None if encoding is None else encoding.limit,
         )
         self.masks = Masks(matchers)
         self.max_model_len = max_model_len
@@ -89,8 +98,10 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle and not self._in_flight
 
-    def submit(self, id: int, tokens: list[int], params: SamplingParams) -> None:
-        sequence = Sequence(id=id, tokens=tokens, prompt_length=len(tokens), params=params)
+    def submit(
+        self, id: int, tokens: list[int], params: SamplingParams, pictures: Pictures | None = None
+    ) -> None:
+        sequence = Sequence(id, tokens, len(tokens), params, pictures)
         sequence.limit = min(sequence.limit, self.max_model_len)
         self.sequences[id] = sequence
         self.masks.begin(sequence)
@@ -111,13 +122,15 @@ class Engine:
         results yet."""
         early = self._collect(0) if self._waits() else list[Output]()
         begun = time.monotonic()
+        if self.encoding is not None:
+            self.encoding.advance(self.scheduler.running)
         work = self.scheduler.schedule()
         if work:
             rows = batches.Rows(work)
             if rows.constrained:
                 early += self._launch_constrained(rows, work, begun)
             else:
-                batch = rows.batch(self.caches.to_clear(), rows.constraints())
+                batch = self._batch(rows, rows.constraints())
                 now = time.monotonic()
                 launched = self.executor.launch(batch.step)
                 self._in_flight.append(_Launched(batch, launched, NO_VERDICTS, now, now - begun))
@@ -126,13 +139,22 @@ class Engine:
         late = self._collect(self.executor.depth if work else 0)
         return early + late if early else late
 
+    def _batch(
+        self, rows: batches.Rows, constraints: Constraints = NO_CONSTRAINTS
+    ) -> batches.Batch:
+        batch = rows.batch(self.caches.to_clear(), constraints)
+        if self.encoding is None:
+            return batch
+        step = self.encoding.place(batch.step, rows.decodes + rows.prompts)
+        return replace(batch, step=step)
+
     def _launch_constrained(
         self, rows: batches.Rows, work: list[Work], begun: float
     ) -> list[Output]:
         """A step whose constraints depend on the tokens before: where these are not read yet, that
         is done while its forward pass runs."""
         asked = None if rows.pending else self.masks.ask(rows)
-        batch, out = rows.batch(self.caches.to_clear()), list[Output]()
+        batch, out = self._batch(rows), list[Output]()
         now = time.monotonic()
         forward = self.executor.forward(batch.step)
         self._advance(batch, work)

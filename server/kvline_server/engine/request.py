@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvline_server.engine.pictures import Pictures
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.caches import PageTable
 from kvline_server.memory.pages import NO_EXTRAS, extend_chain, pages_for
@@ -53,6 +54,7 @@ class Sequence:
     tokens: list[int]
     prompt_length: int
     params: SamplingParams
+    pictures: Pictures | None = None  # images in its prompt
     computed: int = 0
     table: PageTable = field(default_factory=PageTable)
     chain: list[bytes] = field(default_factory=list)  # keys of its full pages
@@ -85,10 +87,17 @@ class Sequence:
         self.limit = self.prompt_length + p.max_tokens
         self.has_penalties, self.masked = p.has_penalties, self.prompt_length
         self.constrained = p.has_penalties or p.has_masks
-        self.extras = {0: p.cache_salt.encode()} if p.cache_salt else NO_EXTRAS
+        self.extras = self._extras()
         self.sampling_row = _PACK(
             p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK
         )
+
+    def _extras(self) -> Mapping[int, bytes]:
+        salt = self.params.cache_salt.encode()
+        found = {} if self.pictures is None else self.pictures.extras()
+        if salt:  # behind its length, so that it is never read as an image
+            found[0] = len(salt).to_bytes(8, "big") + salt + found.get(0, b"")
+        return found or NO_EXTRAS
 
     def extend_chain(self, upto: int) -> None:
         """Appends the keys of pages that are full within its first `upto` tokens."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from enum import Enum
 from typing import NamedTuple
@@ -58,13 +59,17 @@ class Scheduler:
         max_step_tokens: int,
         mixed_prefill_tokens: int | None = None,
         speculation: Speculation | None = None,
+        limit: Callable[[Sequence, int, int], int] | None = None,
     ) -> None:
+        """`limit`: of a prompt's rows from a place on those that a step may have (Encoding.limit);
+        None: all."""
         self.caches = caches
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.mixed_prefill_tokens = mixed_prefill_tokens or max_step_tokens
         self.prefill_per_request = PREFILL_PER_REQUEST
         self.speculation = speculation
+        self.limit = limit
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.preemptions = 0
@@ -119,7 +124,7 @@ class Scheduler:
             if self.waiting[0].pending:  # preempted a moment ago; its last token is not read yet
                 break
             taken = self._admit(self.waiting[0], budget, work)
-            if not taken:
+            if taken is None:
                 break
             budget -= taken
         if self.waiting:
@@ -238,8 +243,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         """Rows of a prompt, without its last one where no more penalties fit into this step."""
-        rows = self._cut(sequence.uncomputed, budget)
-        if sequence.has_penalties and sequence.uncomputed <= budget:
+        rows = self._cut(sequence, sequence.computed, budget)
+        if sequence.has_penalties and rows == sequence.uncomputed:
             if sequence.penalised > self._penalised_left:
                 rows = sequence.uncomputed - 1
             else:
@@ -247,11 +252,14 @@ class Scheduler:
                 sequence.penalised_in = self._step
         return self._continue(sequence, rows, work) if rows else 0
 
-    def _cut(self, uncomputed: int, budget: int) -> int:
-        """Rows of a prompt that a step computes. With recurrent layers each chunk but the last one
-        ends where the rule's chunks do, so that a cold prompt and one from a snapshot are computed
-        alike."""
+    def _cut(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Rows of a prompt from `start` on that a step computes. With recurrent layers each chunk
+        but the last one ends where the rule's chunks do, so that a cold prompt and one from a
+        snapshot are computed alike."""
+        uncomputed = sequence.length - start
         rows = min(uncomputed, budget)
+        if self.limit is not None:
+            rows = self.limit(sequence, start, rows)
         if self.caches.states is not None and rows < uncomputed:
             rows -= rows % BOUNDARY
         return rows
@@ -270,17 +278,18 @@ class Scheduler:
         work.append(Work(sequence, sequence.computed, count, kind, drafts))
         return count
 
-    def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
+    def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int | None:
         """Starts a waiting sequence if its whole prompt fits, and a page for each running sequence
-        beside it. Returns the rows it takes in this step, 0 if it does not fit."""
+        beside it. Returns the rows it takes in this step, None if it does not fit. One with images
+        may take none: they are encoded for sequences that run."""
         sequence.extend_chain(len(sequence.tokens))
         matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
         fits = self.caches.fits(matched, len(sequence.tokens), len(self.running))
         # One that would get no rows keeps its snapshot, and others' pages, for the next step.
-        rows = self._cut(len(sequence.tokens) - matched.tokens, budget)
+        rows = self._cut(sequence, matched.tokens, budget) or sequence.pictures is not None
         if not (fits and rows) or self._shares_too_much(sequence, matched):
             self.caches.release(matched)
-            return 0
+            return None
         self.waiting.popleft()
         self.running[sequence] = None
         sequence.request_index = self._request_indices.pop()

@@ -62,14 +62,25 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows of images whose positions differ by axis."""
+
+    rows: NDArray[np.int64]  # [n], of the step
+    times: NDArray[np.int64]  # [n]
+    heights: NDArray[np.int64]  # [n]
+    widths: NDArray[np.int64]  # [n]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Sequences in the order of their rows, decodes first: one row each, and draft tokens'."""
 
     decodes: int  # sequences
     row_starts: NDArray[np.int32]  # [sequences + 1]
-    positions: NDArray[np.int32]  # [rows]
+    positions: NDArray[np.int32]  # [rows], by which they are rotated
     groups: tuple[GroupLayout, ...]
     states: StateLayout | None = None  # of a model with recurrent layers
+    images: ImageRows | None = None
 
     @property
     def sequences(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.experts import Given
@@ -23,6 +24,7 @@ from kvline_server.kernels.routing import Played
 from kvline_server.memory.arena import KVShape, Scales
 from kvline_server.memory.groups import CacheGroup, Memory, order
 from kvline_server.memory.state_shape import StateShape
+from kvline_server.model.axes import Axes
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
 from kvline_server.model.layer import FeedForward
@@ -40,6 +42,7 @@ class LayerState:
 
     residual: torch.Tensor  # [rows, hidden]
     projected: Projected
+    encoded: torch.Tensor | None = None  # int64 [rows], of the rows that are added behind layers
 
 
 def cache_groups(
@@ -69,9 +72,18 @@ def state_shapes(config: ModelConfig) -> tuple[StateShape, ...]:
 
 class Decoder:
     def __init__(
-        self, config: ModelConfig, weights: Weights, positions: int, kernels: Kernels
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        positions: int,
+        kernels: Kernels,
+        image_rows: int = 0,
+        deepstack: int = 0,
     ) -> None:
-        """`config` is the rank's (shard.local); sequences have up to `positions` tokens."""
+        """`config` is the rank's (shard.local); sequences have up to `positions` tokens, and a step
+        up to `image_rows` of images. What an encoder made of these stands behind the embeddings of
+        the vocabulary, and what is added behind each of the first `deepstack` layers in
+        `deepstack`."""
         self.config = config
         groups = cache_groups(config, positions, kernels.dtype)
         self.windows = tuple(group.window for group in groups)  # of each group of layers
@@ -80,7 +92,14 @@ class Decoder:
         self.kernels = kernels
         scale = torch.tensor(config.embedding_scale, dtype=kernels.dtype)
         self.embedding_scale = float(scale)  # rounded, as in training
-        self.ropes = _ropes(config, positions, kernels)
+        self.ropes = _ropes(config, positions, kernels, image_rows)
+        self.axes: Axes | None = None
+        if image_rows and config.rope.axes:
+            (table,) = {id(table): table for table in self.ropes.values()}.values()
+            self.axes = Axes(table, config.rope.axes, positions)
+        # [layers, 1 + rows, hidden], of which the first is added to the rows of text.
+        encoded = len(weights.embedding) - config.vocabulary
+        self.deepstack = weights.embedding.new_zeros((deepstack, 1 + encoded, config.hidden))
 
     def step(
         self,
@@ -137,7 +156,11 @@ class Decoder:
                 state = self.between(index, made, state, mappings, next, given)
         rows = _pad(logits_indices, self.kernels.gemms.padded(len(logits_indices)))
         last = given if given.on_device is not None else replace(given, rows=len(logits_indices))
-        picked = LayerState(state.residual[rows], state.projected.picked(rows))
+        picked = LayerState(
+            state.residual[rows],
+            state.projected.picked(rows),
+            None if state.encoded is None else state.encoded[rows],
+        )
         return self.finish(made[rows], picked, last)[: len(logits_indices)]
 
     def warm_up(self, rows: int, memories: Sequence[Memory]) -> None:
@@ -183,7 +206,14 @@ class Decoder:
         x = Operand(residual if before is None else self.kernels.rows.rms_norm(residual, before))
         x = self._through(blocks, x, residual, mixer.before, given)
         place = self._place(0, mappings)
-        return LayerState(residual, mixer.project(self.kernels, x, memory, place, into))
+        projected = mixer.project(self.kernels, x, memory, place, into)
+        return LayerState(residual, projected, self._encoded(token_ids))
+
+    def _encoded(self, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Which of the encoder's rows are added to each row behind the first layers."""
+        if not len(self.deepstack):
+            return None
+        return (token_ids - (self.config.vocabulary - 1)).clamp_(min=0)
 
     def run(
         self,
@@ -213,7 +243,8 @@ class Decoder:
         mixer = self.weights.layers[index + 1].mixer
         x = self._after(index, made, state, mixer.before, given)
         place = self._place(index + 1, mappings)
-        return LayerState(state.residual, mixer.project(self.kernels, x, memory, place, into))
+        projected = mixer.project(self.kernels, x, memory, place, into)
+        return LayerState(state.residual, projected, state.encoded)
 
     def finish(self, made: torch.Tensor, state: LayerState, given: Given) -> torch.Tensor:
         """From what the last mixer made to hidden states."""
@@ -231,10 +262,16 @@ class Decoder:
         """From what a mixer made to the input of what follows its layer, whose norm is given."""
         layer = self.weights.layers[index]
         mixer, blocks = layer.mixer, layer.blocks
-        before = blocks[0].before if blocks else norm
+        added = None if index >= len(self.deepstack) else state.encoded
+        after = norm if added is None else None  # else it follows what is added
+        before = blocks[0].before if blocks else after
         then = Join(state.residual, mixer.after, before, self.config.residual_scale)
         x = mixer.finish(self.kernels, made, state.projected.gate, then)
-        return self._through(blocks, x, state.residual, norm, given)
+        x = self._through(blocks, x, state.residual, after, given)
+        if added is None:
+            return x
+        residual = state.residual.add_(self.deepstack[index][added])
+        return Operand(residual if norm is None else self.kernels.rows.rms_norm(residual, norm))
 
     def _through(
         self,
@@ -271,13 +308,17 @@ class Decoder:
         return logits if divisor == 1.0 else logits.div_(divisor)
 
 
-def _ropes(config: ModelConfig, positions: int, kernels: Kernels) -> dict[int, torch.Tensor]:
-    """The rotary table of each attention, by the mixer that it is."""
+def _ropes(
+    config: ModelConfig, positions: int, kernels: Kernels, image_rows: int
+) -> dict[int, torch.Tensor]:
+    """The rotary table of each attention, by the mixer that it is; rows of images behind those of
+    all positions."""
     ropes = {at: config.rope_of(layer) for at, layer in config.attentions.items()}
-    tables = {
-        rope: kernels.attention.rope_table(*cos_sin(rope, config.head_dim, positions))
-        for rope in set(ropes.values() if config.rotates else ())
-    }
+    tables = {}
+    for rope in set(ropes.values() if config.rotates else ()):
+        both = cos_sin(rope, config.head_dim, positions)
+        room = (0, 0, 0, image_rows if rope.axes else 0)
+        tables[rope] = kernels.attention.rope_table(*(pad(each, room) for each in both))
     return {at: tables[rope] for at, rope in ropes.items() if config.rotates}
 
 

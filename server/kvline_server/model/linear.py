@@ -111,9 +111,11 @@ class Tensors:
         own: range | None = None,
         offset: float = 0.0,
         dtype: torch.dtype | None = None,
+        room: int = 0,
     ) -> torch.Tensor:
         """The parts' rows in their order, of which the rank takes the `own` of all columns if
-        given; `offset` added to each element; empty here. -> [rows], or [rows, columns]"""
+        given; `offset` added to each element; behind them `room` rows of zeros, which are not
+        counted; empty here. -> [rows], or [rows, columns]"""
         width = () if columns is None else (columns,)
         for name, shape in {part.name: part.shape(width) for part in parts}.items():
             self.source.check(name, shape)

@@ -43,11 +43,12 @@ ROUTERS = (".gate.weight", ".router.layer.weight")  # of experts, which no forma
 class Weights:
     """Of one rank. Each has the whole embedding, and its own rows of the LM head."""
 
-    def __init__(self, tensors: Tensors, config: ModelConfig) -> None:
+    def __init__(self, tensors: Tensors, config: ModelConfig, encoded: int = 0) -> None:
+        """`encoded` rows are for what an encoder makes of images, behind the embeddings."""
         names, own = config.names.found(tensors.source.has), own_tokens(config, tensors.shard)
         c, at = replace(config, names=names), names.decoder
         every = Rows(f"{at}{names.embedding}.weight", range(c.vocabulary), c.vocabulary)
-        self.embedding = tensors.get([every], c.hidden)
+        self.embedding = tensors.get([every], c.hidden, room=encoded)
         self.first, self.layers = layer.read(tensors, c)
         self.norm = norm(tensors, c, at + names.norm, c.hidden)
         self.head = self.embedding[own.start : own.stop]  # a view [own tokens, hidden]
@@ -248,12 +249,13 @@ def load_weights(
     kernels: Kernels,
     copied: Callable[[int, int], None] = lambda done, total: None,
     shard: Shard = WHOLE,
+    encoded: int = 0,
 ) -> Weights:
     """All weights of a rank, fused, on the kernels' device; `config` is that of the whole model.
     Checks every name and shape before any copy; `copied(done, total)` is called at least every
     COPY_BYTES. Raises ModelInvalid."""
     total = checked(source, config, shard, kernels).read_nbytes(kernels.dtype)
-    return Weights(Loading(source, kernels, total, copied, shard), config)
+    return Weights(Loading(source, kernels, total, copied, shard), config, encoded)
 
 
 class Loading(Tensors):
@@ -279,17 +281,22 @@ class Loading(Tensors):
         own: range | None = None,
         offset: float = 0.0,
         dtype: torch.dtype | None = None,
+        room: int = 0,
     ) -> torch.Tensor:
         width = () if columns is None else (columns if own is None else len(own),)
-        shape = (sum(len(part.rows) for part in parts), *width)
-        out = torch.empty(shape, dtype=dtype or self.kernels.dtype, device=self.kernels.device)
+        rows, kept = sum(len(part.rows) for part in parts), dtype or self.kernels.dtype
+        whole = torch.empty((rows + room, *width), dtype=kept, device=self.kernels.device)
+        whole[rows:].zero_()
+        out = whole[:rows]
         start = 0
         for part in parts:
             into = out[start : start + len(part.rows)]
             self._copy(part, into, 0 if own is None else own.start)
             start += len(part.rows)
         self.counts[dtype] += out.numel()
-        return out.add_(offset) if offset else out
+        if offset:
+            out.add_(offset)
+        return whole
 
     def pack(self, weight: Weight) -> Weight:
         return self.kernels.gemms.pack(weight)

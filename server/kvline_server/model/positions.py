@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvline_server.model import neutral
 from kvline_server.model.fields import Fields
 
+SECTIONS, INTERLEAVED = "mrope_section", "mrope_interleaved"
 ORIGINAL, PART = "original_max_position_embeddings", "partial_rotary_factor"
 
 
@@ -56,6 +57,9 @@ class Rope:
     scaling: Llama3Scaling | LongScaling | YarnScaling | None = None
     factor: float = 1.0  # divides every frequency: linear scaling
     rotary_dim: int | None = None  # the first elements of a head, which are rotated; None: all
+    # Of each rotated pair, by which position of an image's token it turns: 0 time, 1 row, 2 column.
+    # Those of text are one number; where there are no axes, so are those of images.
+    axes: tuple[int, ...] = ()
 
 
 def rope_theta(fields: Fields, default: float) -> float:
@@ -92,11 +96,21 @@ def read_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
     return rope
 
 
-def image_axes(scaling: Fields) -> None:
-    """Reads which pairs of a head turn by which position of an image: time, row or column. Those of
-    text are the same on each axis, so that it changes nothing there."""
-    for key in ("mrope_section", "mrope_interleaved"):
-        scaling.value(key)
+def axes_of_images(scaling: Fields, pairs: int, usual: list[int], turns: bool) -> tuple[int, ...]:
+    """Rope.axes, of files that say how many pairs turn by each axis. Where the family has the axes
+    take `turns`, rows have every third pair from the second on and columns from the third."""
+    scaling.only(INTERLEAVED, turns, turns)
+    found = scaling.value(SECTIONS, usual)
+    whole = isinstance(found, list) and len(found) == 3 and all(type(n) is int for n in found)
+    if not whole or min(found) < 0 or (sum(found) != pairs and not turns):
+        raise scaling.invalid(SECTIONS, f"three numbers of pairs, {pairs} in all")
+    if not turns:
+        return tuple(axis for axis, count in enumerate(found) for _ in range(count))
+    made = [0] * pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(pairs, 3 * found[axis]), 3):
+            made[pair] = axis
+    return tuple(made)
 
 
 def rope_kind(scaling: Fields) -> str:

@@ -96,7 +96,9 @@ class Step:
     """Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then
     the sampled ones, and no others."""
 
-    tokens: NDArray[np.int64]  # [rows]; 0 where the host has not read the token yet
+    # [rows]; 0 where the host has not read the token yet. Those of images count on behind the
+    # vocabulary: rows of the encoder's cache (worker/encoder.py).
+    tokens: NDArray[np.int64]
     layout: Layout
     pending_rows: NDArray[np.int64]  # [pending], rows whose token the host has not read yet
     pending_requests: NDArray[np.int64]  # [pending], request index of each

@@ -143,7 +143,7 @@ class Worker:
         """The decoder's output for the LM head's rows. -> [n, hidden]"""
         if self.graphs is not None:
             return self.graphs.run(step)
-        ids, mappings, logits_indices = upload(self.kernels, step, self.last_tokens)
+        ids, mappings, logits_indices = upload(self.decoder, step, self.last_tokens)
         layers, played = self.arena.layers(), step.routing
         return self.decoder.step(ids, mappings, layers, step.layout, logits_indices, played)
 

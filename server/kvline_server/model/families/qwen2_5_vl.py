@@ -8,7 +8,7 @@ from kvline_server.model import towers
 from kvline_server.model.config import ModelConfig, dense
 from kvline_server.model.families.qwen2 import upper_windows
 from kvline_server.model.fields import Fields
-from kvline_server.model.positions import Rope, image_axes, read_rope, rope_fields, rope_theta
+from kvline_server.model.positions import Rope, axes_of_images, read_rope, rope_fields, rope_theta
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 MODEL_TYPE = "qwen2_5_vl_text"
@@ -32,8 +32,10 @@ def read(fields: Fields) -> ModelConfig:
 def _rope(fields: Fields) -> Rope:
     """Files name the axes of images as the kind of its scaling, which is none."""
     scaling = rope_fields(fields, 1e6)
-    image_axes(scaling)
+    usual = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    pairs = fields.integer("head_dim", usual) // 2
+    axes = axes_of_images(scaling, pairs, [16, 24, 24], turns=False)
     for key in ("type", "rope_type"):
         if scaling.raw.get(key) == "mrope":
             scaling.raw = {**scaling.raw, key: "default"}
-    return read_rope(fields, scaling, rope_theta(fields, 1e6))
+    return replace(read_rope(fields, scaling, rope_theta(fields, 1e6)), axes=axes)

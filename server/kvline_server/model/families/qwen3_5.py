@@ -8,7 +8,14 @@ from dataclasses import replace
 from kvline_server.model import hybrid, towers
 from kvline_server.model.config import ModelConfig, Names, Norms, dense
 from kvline_server.model.fields import Fields
-from kvline_server.model.positions import PART, Rope, image_axes, read_rope, rope_fields, rope_theta
+from kvline_server.model.positions import (
+    PART,
+    Rope,
+    axes_of_images,
+    read_rope,
+    rope_fields,
+    rope_theta,
+)
 from kvline_server.model.sequence import Kind
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
@@ -52,10 +59,11 @@ def qwen(fields: Fields, kv_heads: int, width: str, by_key_head: bool) -> ModelC
 
 def _rope(fields: Fields) -> Rope:
     scaling = rope_fields(fields, 10000.0)
-    image_axes(scaling)
     head_dim = fields.integer("head_dim", 256)
     usual = 1.0 if fields.null(PART) else 0.25
     dim = int(head_dim * scaling.number(PART, fields.number(PART, usual)))
     if not 0 < dim <= head_dim or dim % 2 or head_dim % 2:
         raise fields.invalid(PART, f"an even part of {head_dim} elements")
-    return replace(read_rope(fields, scaling, rope_theta(fields, 10000.0)), rotary_dim=dim)
+    axes = axes_of_images(scaling, dim // 2, [11, 11, 10], turns=True)
+    rope = read_rope(fields, scaling, rope_theta(fields, 10000.0))
+    return replace(rope, rotary_dim=dim, axes=axes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvline_server.model import towers
 from kvline_server.model.config import ModelConfig, dense
 from kvline_server.model.fields import Fields
-from kvline_server.model.positions import Rope, image_axes, read_rope, rope_fields, rope_theta
+from kvline_server.model.positions import Rope, axes_of_images, read_rope, rope_fields, rope_theta
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 MODEL_TYPE = "qwen3_vl_text"
@@ -22,5 +22,5 @@ def read(fields: Fields) -> ModelConfig:
 
 def rope(fields: Fields) -> Rope:
     scaling = rope_fields(fields, 500000.0)
-    image_axes(scaling)
-    return read_rope(fields, scaling, rope_theta(fields, 500000.0))
+    axes = axes_of_images(scaling, fields.integer("head_dim", 128) // 2, [24, 20, 20], turns=True)
+    return replace(read_rope(fields, scaling, rope_theta(fields, 500000.0)), axes=axes)

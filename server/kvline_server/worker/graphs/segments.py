@@ -47,7 +47,9 @@ class Segments:
         self.given = torch.tensor([max_rows, 0], dtype=torch.int32, device=device)
         residual = torch.zeros((max_rows, c.hidden), dtype=dtype, device=device)
         self.residual = residual
+        self.encoded = torch.zeros_like(self.ids) if len(decoder.deepstack) else None
         self.mixers = [layer.mixer for layer in decoder.weights.layers]
+        assert len(decoder.deepstack) < len(self.mixers), "the last segment adds none"
 
         def buffers(sizes: list[tuple[int, ...]]) -> list[torch.Tensor]:
             """One after the other for each place of these widths, as wide as the widest of it."""
@@ -70,7 +72,7 @@ class Segments:
     def run(self, step: Step) -> torch.Tensor:
         """Graphs.run, of any step."""
         rows, memories = len(step.tokens), self.arena.layers()
-        ids, mappings, logits_indices = upload(self.decoder.kernels, step, self.last_tokens)
+        ids, mappings, logits_indices = upload(self.decoder, step, self.last_tokens)
         plans = self.decoder.plan(step.layout)
         graphs = self._place(ids, mappings, step.routing)
         for index, memory in enumerate(memories):
@@ -149,6 +151,7 @@ class Segments:
         """Segment 0 ends before the first mixer runs; segment i is between mixers i - 1 and i."""
         mappings = [SlotMapping(m.positions[:rows], m.slots[:rows]) for m in self.mappings]
         residual, given = self.residual[:rows], Given(rows, on_device=self.given)
+        encoded = None if self.encoded is None else self.encoded[:rows]
         if segment == len(memories):
             hidden = self.hidden[:rows]
             gate = None if self.gate is None else self.gate[:rows]
@@ -159,8 +162,10 @@ class Segments:
         if segment == 0:
             started = self.decoder.start(self.ids[:rows], mappings, memory, given, into)
             residual.copy_(started.residual)
+            if encoded is not None and started.encoded is not None:
+                encoded.copy_(started.encoded)
             return
         before = segment - 1
         made = self._made(before, rows)
-        state = LayerState(residual, self._projected(before, rows))
+        state = LayerState(residual, self._projected(before, rows), encoded)
         self.decoder.between(before, made, state, mappings, memory, given, into)

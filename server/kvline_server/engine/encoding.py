@@ -1,0 +1,139 @@
+"""Images of running sequences: encoded before the steps that need them, and put into these steps.
+
+Before each step it is asked anew which images the next chunks of prompts need, oldest sequence
+first. They are encoded a few at a time, in slices of the encoder's layers between steps, so that
+decodes do not wait for a large one. A chunk ends before an image that is not encoded yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from kvline_server.engine.pictures import Image
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.layout import ImageRows
+from kvline_server.memory.encoded import EncodedRows
+from kvline_server.worker.step import Step
+
+# Tokens times layers of a slice beside decodes: an image of 1,024 tokens in 27 layers, which take
+# about as long as a step.
+SLICE = 1024 * 27
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """In tokens of images."""
+
+    cached: int  # rows of the encoder's cache; a step's, and an image's beside, are not more
+    encoded: int  # at once
+
+
+class Encoder(Protocol):
+    """worker.encoder.Encoder, of every rank."""
+
+    def begin(self, images: list[np.ndarray], rows: np.ndarray) -> None: ...
+
+    def run(self, layers: int) -> bool: ...
+
+
+class Encoding:
+    def __init__(self, encoder: Encoder, bounds: Bounds, chunk: int, vocabulary: int) -> None:
+        """`chunk`: prompt tokens of a step at most; tokens of the `vocabulary`."""
+        self.encoder, self.vocabulary = encoder, vocabulary
+        self.cache = EncodedRows(bounds.cached)
+        self.chunk, self.tokens = chunk, bounds.encoded
+        self._encoding: list[Image] = []
+        self.encoded = 0  # images
+
+    def advance(self, running: Collection[Sequence]) -> None:
+        """Encodes what the next chunks need, or a slice of it where decodes wait."""
+        wanted = self._wanted(running)
+        if not (wanted or self._encoding):
+            return
+        under_way = [(image.digest, image.tokens) for image in self._encoding]
+        held = set(self.cache.hold([*under_way, *((i.digest, i.tokens) for i in wanted)]))
+        if not self._encoding:
+            self._begin([i for i in wanted if i.digest in held and not self.cache.ready(i.digest)])
+        decodes = any(each.uncomputed <= 1 for each in running)
+        if self._encoding and self.encoder.run(self._slice() if decodes else 0):
+            for image in self._encoding:
+                self.cache.written(image.digest)
+            self.encoded += len(self._encoding)
+            self._encoding = []
+
+    def _wanted(self, running: Iterable[Sequence]) -> list[Image]:
+        """Those of the next chunk of each prompt, each once."""
+        found: dict[bytes, Image] = {}
+        for sequence in running:
+            if sequence.pictures is not None and sequence.computed < sequence.prompt_length:
+                for image in sequence.pictures.within(
+                    sequence.computed, sequence.computed + self.chunk
+                ):
+                    found.setdefault(image.digest, image)
+        return list(found.values())
+
+    def _begin(self, images: list[Image]) -> None:
+        taken: list[Image] = []
+        for image in images:
+            if taken and sum(each.tokens for each in (*taken, image)) > self.tokens:
+                break
+            taken.append(image)
+        if taken:
+            rows = [self.cache.rows(image.digest) for image in taken]
+            every = np.concatenate([each for each in rows if each is not None])
+            self.encoder.begin([image.pixels for image in taken], every)
+            self._encoding = taken
+
+    def _slice(self) -> int:
+        """Layers."""
+        return max(1, SLICE // sum(image.tokens for image in self._encoding))
+
+    def limit(self, sequence: Sequence, start: int, rows: int) -> int:
+        """Of so many prompt rows from `start` on those before the first image that is not there."""
+        if sequence.pictures is None:
+            return rows
+        for image in sequence.pictures.within(start, start + rows):
+            if not self.cache.ready(image.digest):
+                return max(0, image.start - start)
+        return rows
+
+    def place(self, step: Step, work: list[Work]) -> Step:
+        """With images in the place of their tokens, and the positions of all; `work` is in the
+        order of the step's rows."""
+        if not any(w.sequence.pictures for w in work):
+            return step
+        tokens, positions = step.tokens.copy(), step.layout.positions.copy()
+        rows: list[np.ndarray] = []
+        axes: list[np.ndarray] = []
+        at = 0
+        for w in work:
+            pictures, end = w.sequence.pictures, at + w.rows
+            if pictures is not None:
+                self._embed(pictures.within(w.start, w.start + w.rows), w, tokens[at:end])
+                positions[at:end] += pictures.shift
+                if pictures.axes is not None and w.start < pictures.axes.shape[1]:
+                    own = pictures.axes[:, w.start : w.start + w.rows]
+                    positions[at : at + own.shape[1]] = own[0]
+                    (differ,) = np.nonzero((own != own[0]).any(axis=0))
+                    rows.append(at + differ)
+                    axes.append(own[:, differ])
+            at = end
+        images = None
+        if any(map(len, rows)):
+            images = ImageRows(np.concatenate(rows), *np.concatenate(axes, axis=1))
+        layout = replace(step.layout, positions=positions, images=images)
+        return replace(step, tokens=tokens, layout=layout)
+
+    def _embed(self, images: Iterable[Image], work: Work, tokens: np.ndarray) -> None:
+        """Writes which rows of the encoder's cache stand for those of `tokens`, of some work."""
+        for image in images:
+            rows = self.cache.rows(image.digest)
+            assert rows is not None, "the scheduler asks for the limit"
+            first, last = max(work.start, image.start), min(work.start + work.rows, image.end)
+            own = rows[first - image.start : last - image.start]
+            tokens[first - work.start : last - work.start] = self.vocabulary + own
