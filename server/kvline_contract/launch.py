@@ -43,6 +43,13 @@ class StateDtype(StrEnum):
     BFLOAT16 = "bfloat16"  # of a gated delta rule alone (docs/decisions/060)
 
 
+class Images(StrEnum):
+    """Whether requests may have images; absent: text alone."""
+
+    IF_SERVED = "IfServed"  # where the model has an encoder that this server runs on this device
+    REQUIRED = "Required"
+
+
 class Method(StrEnum):
     """Where draft tokens come from."""
 
@@ -96,6 +103,9 @@ class Speculation:
         return self.max_draft_tokens or MAX_DRAFT_TOKENS
 
 
+MAX_IMAGES = 64  # of a request
+
+
 @document
 class EngineOptions:
     """Settings of the spec; None: the server's default."""
@@ -111,6 +121,10 @@ class EngineOptions:
     # Recurrent states kept for prefixes, of a model that has layers with a state.
     prefix_snapshots: int | None = field(low=0, high=65536, omit_none=True, default=None)
     state_dtype: StateDtype | None = field(omit_none=True, default=None)  # of the same models
+    images: Images | None = field(omit_none=True, default=None)
+    max_images_per_request: int | None = field(low=1, high=MAX_IMAGES, omit_none=True, default=None)
+    # Of an image once it is resized, which a larger one is to.
+    max_image_patches: int | None = field(low=4, high=65536, omit_none=True, default=None)
 
 
 MOST_SNAPSHOTS = 64  # of recurrent states, where the spec does not say

@@ -194,6 +194,9 @@ class Effective:
     headroom_mib: int = field("headroomMiB")
     page_size: int
     logprob_rows: int
+    # Of requests with images; absent: text alone is served.
+    max_images_per_request: int | None = field(low=1, omit_none=True, default=None)
+    max_image_patches: int | None = field(low=4, omit_none=True, default=None)
 
 
 @document

@@ -87,7 +87,7 @@ def fullest(letter: str = "d") -> SizingReport:
         State.VALIDATED,
         "t" * 32,
         "t" * 32,
-        Effective(*[MAX_INTEGER] * 7),
+        Effective(*[MAX_INTEGER] * 9),
         (*stages, Stage("n" * 64, 10**9, BYTES, letter * 256, total_bytes=BYTES)),
         (attempt,) * MAX_ATTEMPTS,
         Result(
