@@ -27,11 +27,12 @@ from kvline_server.model.vision.tower import Tower
 
 Picture = NDArray[np.uint8]  # [height, width, 3]
 PATCH = 4
+IMAGE = 300  # the token, in place of each one of an image
 TEXT: dict[str, Any] = {
     "vocab_size": 307,
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -63,16 +64,24 @@ SIGLIP: dict[str, Any] = {
     "patch_size": PATCH,
     "vision_use_head": False,
 }
-FULL = {"layer_types": ["full_attention"]}
+# With recurrent layers, of which the state passes through images.
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
+}
 # The class without Config and ForConditionalGeneration; the sections; fields beside them.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VL", STACKED, TEXT | {"rope_parameters": MROPE}, {}),
     "qwen3_vl_moe": ("Qwen3VLMoe", STACKED, TEXT | EXPERTS | {"rope_parameters": MROPE}, {}),
-    "qwen3_5": ("Qwen3_5", QWEN | TABLE, TEXT | FULL, {}),
+    "qwen3_5": ("Qwen3_5", QWEN | TABLE, TEXT | HYBRID, {}),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
         QWEN | TABLE,
-        TEXT | FULL | EXPERTS | {"shared_expert_intermediate_size": 16},
+        TEXT | HYBRID | EXPERTS | {"shared_expert_intermediate_size": 16},
         {},
     ),
     "qwen2_5_vl": ("Qwen2_5_VL", WINDOWS, TEXT | {"rope_parameters": MROPE}, {}),
@@ -102,11 +111,15 @@ def saved(family: str) -> Saved:
 
     torch.manual_seed(11)
     name, vision, text, more = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(vision_config=vision, text_config=text, **more)
+    ids = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1}
+    given = {"vision_config": vision, "text_config": text, **ids, **more}
+    config = getattr(transformers, f"{name}Config")(**given)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):  # or its states are soon forgotten
+                parameter.copy_(torch.linspace(-3, 1, len(parameter)))
+            elif parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape) * 0.3)
             else:
                 parameter.normal_(0, 0.2)

@@ -123,8 +123,9 @@ def _patches(device: Kind, engine: EngineOptions, vision: VisionConfig, longest:
     given = engine.max_image_patches
     if given is not None and not of_token <= given <= most:
         raise ConfigInvalid(
-            f"spec.engine.maxImagePatches: expected {of_token} to {most}, as {of_token} patches are "
-            f"a token and the context has {longest}, got {given}; raise maxModelLen, or lower it"
+            f"spec.engine.maxImagePatches: expected {of_token} to {most}, as {of_token} patches "
+            f"are a token and the context has {longest}, got {given}; raise maxModelLen, or lower "
+            "it"
         )
     if most < of_token:
         raise ConfigInvalid(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.memory import device_errors
+from kvline_server.memory import parts as parts_of
 from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
@@ -32,8 +34,9 @@ from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.files import identity
 from kvline_server.model.linear import TensorSource
 from kvline_server.model.shard import Shard, local
+from kvline_server.model.vision.config import VisionConfig
 from kvline_server.parallel.executor import Local
-from kvline_server.sizing import reserve
+from kvline_server.sizing import images, reserve
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
@@ -71,12 +74,16 @@ def load_model(
     random = launch.model.load_format is LoadFormat.RANDOM
     source = _source(Path(launch.model.path), model, random)
     shard = Shard(group.rank, group.ranks)
-    expected = loader.checked(source, model, shard).nbytes(backend.dtype)
+    sees, chunk = settings.images, settings.max_prefill_tokens
+    vision = None if sees is None else sees.vision
+    encoder_parts = images.owned(sees, chunk, backend.dtype)
+    expected = loader.checked(source, model, shard, None, vision).nbytes(backend.dtype)
     try:
         with device_errors.translated("load"), compact_heap():
             windows = tuple(order(model.every_window, settings.wanted_len))
             kernels = backend.kernels(local(model, shard), group, windows)
-            expected = loader.checked(source, model, shard, kernels).nbytes(backend.dtype)
+            checked = loader.checked(source, model, shard, kernels, vision)
+            expected = checked.nbytes(backend.dtype) + parts_of.loaded(encoder_parts)
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
@@ -92,10 +99,14 @@ def load_model(
             states = partial(reserve.states, shapes, slots, rank, kernels)
             worker = _build(source, model, cache, settings, backend, kernels, copied, states)
             if group.rank == 0:
-                for warning in filter(None, (missing, *_warnings(source, model, backend, worker))):
+                found = _warnings(source, model, backend, worker, vision)
+                for warning in filter(None, (missing, *found)):
                     send(Progress(warning=warning))
             del source
             device.settle()
+            encoder = images.opened(sees, worker.decoder)
+            work = images.work_bytes(encoder, sees, device, send)
+            settings = replace(settings, encoder_bytes=work)
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)
@@ -105,7 +116,12 @@ def load_model(
     return Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
-        owned=(*worker.decoder.weights.parts(), *slots.parts(), *parts(cache)),
+        owned=(
+            *worker.decoder.weights.parts(),
+            *encoder_parts,
+            *slots.parts(),
+            *parts(cache),
+        ),
         groups=cache,
         slots=slots,
         stress=StressSet.of(worker),
@@ -113,6 +129,7 @@ def load_model(
         cache_dtype=_name(backend.cache_dtype),
         note=backend.note,
         windowed=any(model.windows),
+        encoder=encoder,
     ), settings
 
 
@@ -205,6 +222,7 @@ def _fingerprint(
             **_asked(launch),
             **({"draftTokens": settings.draft_tokens} if settings.draft_tokens else {}),
             **(_states(settings) if settings.recurrent else {}),
+            **({"imagePatches": settings.images.patches} if settings.images else {}),
             **({} if device.gpu else _processors()),
         }
     )
@@ -266,11 +284,15 @@ def _stays(nbytes: int, what: str, scales: int) -> str:
 
 
 def _warnings(
-    source: TensorSource, model: ModelConfig, backend: Backend, worker: Worker
+    source: TensorSource,
+    model: ModelConfig,
+    backend: Backend,
+    worker: Worker,
+    vision: VisionConfig | None,
 ) -> tuple[str, ...]:
     """Of a model as it was loaded; some are empty."""
     slow = _slow_experts(worker.decoder.weights, worker.kernels)
-    return _dequantised(source, backend), slow, loader.left_out(source, model)
+    return _dequantised(source, backend), slow, loader.left_out(source, model, vision)
 
 
 def _slow_experts(weights: loader.Weights, kernels: Kernels) -> str:
@@ -353,9 +375,12 @@ def _build(
     """Weights, recurrent states, KV arena (addresses only) and decoder of this rank."""
     shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
-    weights = loader.load_weights(source, model, kernels, copied, shard)
+    sees, chunk = settings.images, settings.max_prefill_tokens
+    vision, rows = (sees.vision, sees.bounds(chunk).cached) if sees else (None, 0)
+    weights = loader.load_weights(source, model, kernels, copied, shard, vision, rows)
     arena = GroupedArena(cache, backend.arena, backend.device.limit, states())
-    decoder = Decoder(mine, weights, settings.wanted_len, kernels)
+    of_images = (chunk, len(sees.vision.deepstack)) if sees else (0, 0)
+    decoder = Decoder(mine, weights, settings.wanted_len, kernels, *of_images)
     running, rows = settings.max_running_requests, settings.decode_rows
     return Worker(decoder, arena, settings.logprob_rows, running, rows)
 
