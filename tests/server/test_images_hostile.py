@@ -179,6 +179,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         "10000 segments",
     ),
     "a GIF's blocks": (lambda: gif_comments(b"x", 3 * MEGA), "10000 blocks"),
+    "a GIF's extensions": (lambda: b"GIF89a" + bytes(7) + many(b"!\xfe\0", MEGA), "10000 blocks"),
     "pixels of a PNG": (lambda: png(60_000, 60_000, rows=bytes(MEGA)), "250000 pixels"),
 }
 

@@ -120,12 +120,12 @@ def _gif(data: bytes) -> Container:
     kept, control, count = [data[:at]], b"", 0
     while data[at : at + 1] == b"!":
         label, start = data[at + 1 : at + 2], at
-        at += 2
-        while length := _little(data[at : at + 1]):
-            at += 1 + length
+        at, length = at + 2, 1
+        while length:  # of 0 is the last block of an extension
             if (count := count + 1) > MAX_BLOCKS:
                 raise _crowded("GIF", "blocks")
-        at += 1
+            length = _little(data[at : at + 1])
+            at += 1 + length
         if label == b"\xf9":
             control = data[start:at]
     if data[at : at + 1] != b"," or len(data) < at + 10:
