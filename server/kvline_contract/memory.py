@@ -12,6 +12,7 @@ KV_CACHE, HEADROOM, OTHERS = "kv-cache", "headroom", "others"
 WINDOWS = "windows"  # the KV cache of layers with a sliding window, whatever the budget
 STATES = "states"  # recurrent states of running sequences, whatever their length
 SNAPSHOTS = "snapshots"  # recurrent states kept for prefixes
+TOWER = "tower"  # weights of an encoder of images
 EXPERTS = "experts"  # weights of a mixture of experts but for its router
 SCALES = "scales"  # of weights in fp8, and of experts in 4 bits
 COLLECTIVES = "collectives"  # what the exchange between ranks takes
@@ -21,7 +22,7 @@ CODE = "code"  # file pages of programs that run
 CLIENTS = "clients"  # what requests may make HTTP processes hold
 GRAMMARS = "grammars"  # what those that answers follow may take
 SLACK = "slack"  # for what the same steps may take more when they are repeated
-LOADED = (WEIGHTS, SCALES, EXPERTS)  # of a model's tensors
+LOADED = (WEIGHTS, SCALES, EXPERTS, TOWER)  # of a model's tensors
 FIGURES = (WEIGHTS, ACTIVATIONS, GRAPHS, KV_CACHE, HEADROOM, OTHERS)  # of MemoryV1, in its order
 MAX_PARTS = 24  # of a report of version 3
 # Of earlier ones and of what no request names a version for. The API server refuses a longer list,
