@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures import chunk, faded, gradient, noise, png, processor, saved, seen, text, turned
+from image_files import chunk, faded, gradient, noise, png, processor, saved, seen, text, turned
 from PIL import Image, ImageOps
 
 from kvline_server.images.bounds import Bounds, ImageRefused

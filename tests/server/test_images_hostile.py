@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import chunk, faded, gradient, noise, png, processor, saved, seen, text, turned
+from image_files import chunk, faded, gradient, noise, png, processor, saved, seen, text, turned
 from PIL import Image
 
 from kvline_server.images.bounds import Bounds, ImageRefused

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures import gemma, gradient, noise, processor, saved, text
+from image_files import gemma, gradient, noise, processor, saved, text
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
 from vision_models import saved, tensors
 
-from kvline_contract.launch import Device
 from kvline_contract.memory import TOWER, WEIGHTS
-from kvline_server.errors import ModelUnsupported
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.model import devices, loader
+from kvline_server.model import loader
 from kvline_server.model.config import read_config
 from kvline_server.model.loader import SafetensorsSource, load_weights
 
@@ -33,10 +28,3 @@ def test_a_tower_is_loaded_where_it_is_asked_for_and_changes_nothing_else() -> N
     assert torch.equal(made.embedding, plain.embedding)
     assert "tensors model.visual.* are not loaded" in loader.left_out(source, config)
     assert loader.left_out(source, config, vision) == ""
-
-
-def test_images_are_refused_on_gpus() -> None:
-    config = read_config(saved("qwen3_5").folder)
-    devices.check(config, Device.CPU, images=True)
-    with pytest.raises(ModelUnsupported, match="has images, which are served on CPUs only"):
-        devices.check(replace(config, recurrent=None), Device.CUDA, images=True)

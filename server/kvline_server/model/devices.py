@@ -10,10 +10,9 @@ from kvline_server.model.hybrid import Mamba2
 HEAD_DIM, WIDTH = 128, 4  # of the delta rule and its convolution, in the kernels
 
 
-def check(config: ModelConfig, device: Device, images: bool = False) -> None:
-    """Raises ModelUnsupported, before any weights are read. `images`: with the model's tower."""
-    what = _on_cpus_alone(config) or ("images" if images else "")
-    if device is not Device.CPU and what:
+def check(config: ModelConfig, device: Device) -> None:
+    """Raises ModelUnsupported, before any weights are read."""
+    if device is not Device.CPU and (what := _on_cpus_alone(config)):
         raise ModelUnsupported(
             f"{config.architecture} has {what}, which are served on CPUs only at present: leave "
             "out spec.resources.gpus"

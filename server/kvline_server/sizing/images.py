@@ -148,20 +148,20 @@ def owned(images: Images | None, chunk: int, dtype: torch.dtype) -> tuple[OwnedP
     return (OwnedPart(ENCODER_CACHE, fixed=nbytes * dtype.itemsize, detail=detail),)
 
 
-def opened(images: Images | None, decoder: Decoder) -> Encoder | None:
+def opened(
+    images: Images | None, decoder: Decoder, device: Device, send: SendProgress
+) -> tuple[Encoder | None, int]:
+    """The encoder, and what its largest passes take, which stays free for it in service. Raises
+    DeviceOutOfMemory."""
     tower = decoder.weights.tower
     if images is None or tower is None:
-        return None
-    return Encoder(tower, decoder, images.normalisation)
+        return None, 0
+    encoder = Encoder(tower, decoder, images.normalisation)
+    return encoder, _work_bytes(encoder, images, device, send)
 
 
-def work_bytes(
-    encoder: Encoder | None, images: Images | None, device: Device, send: SendProgress
-) -> int:
-    """Bytes that the encoder's largest passes take at most, whole MiB, which stay free for it in
-    service. Raises DeviceOutOfMemory."""
-    if encoder is None or images is None:
-        return 0
+def _work_bytes(encoder: Encoder, images: Images, device: Device, send: SendProgress) -> int:
+    """Of the most that one of them takes, whole MiB."""
     began, most = time.monotonic(), 0
     for sizes in images.largest():
         device.settle()
