@@ -39,9 +39,10 @@ def engine(
     pages: int = 60,
     bounds: Bounds | None = None,
     model_len: int = 400,
+    kernels: TorchKernels | None = None,
 ) -> Engine:
     own = vision_models.saved(family)
-    config, vision, kernels = read_config(own.folder), own.config, TorchKernels()
+    config, vision, kernels = read_config(own.folder), own.config, kernels or TorchKernels()
     bounds = bounds or Bounds(cached=step + 64, encoded=64)
     source = SafetensorsSource(own.folder)
     weights = load_weights(source, config, kernels, vision=vision, encoded=bounds.cached)

@@ -9,11 +9,14 @@ import torch
 from engines import finish, greedy
 from image_models import FAMILIES, Part, engine, logits, prompt
 from near import TOLERANCE
+from stand_ins import CapturedKernels, Pool
 from vision_models import picture
 
 from kvline_server.engine import encoding
 from kvline_server.engine.encoding import Bounds
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.model.decoder import Decoder
+from kvline_server.worker.graphs import graphs, steps
 
 TALL, WIDE, SMALL = picture(40, 24, 1), picture(16, 88, 2), picture(8, 8, 3)
 TEXT = [int(n) for n in torch.arange(20, 60)]
@@ -194,3 +197,22 @@ def test_a_last_token_of_an_image_is_never_decoded_alone(family: str, penalty: f
         assert tokens_of(found[id]) == tokens_of(found[id - 2])
     if not penalty:
         equal_to_transformers(family, [*TEXT[:16], SMALL], found[3])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_steps_with_images_stay_on_captured_graphs(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stand-ins, with a step in flight: answers are those of transformers, and no step was run
+    without."""
+    pool, inputs = Pool(), steps._Inputs
+    monkeypatch.setattr(graphs, "GraphPool", lambda: pool)
+    monkeypatch.setattr(steps, "_Inputs", lambda rows, pages, **_: inputs(rows, pages))
+    made = engine(family, step=24, kernels=CapturedKernels())
+    made.executor.resize(tuple(60 for _ in made.executor.pages))
+    assert made.executor.capture(24, 400)
+    monkeypatch.setattr(Decoder, "step", None)
+    found = answers(made, PROMPTS)
+    for id, parts in enumerate(PROMPTS.values()):
+        equal_to_transformers(family, parts, found[id])
+    assert pool.replayed
