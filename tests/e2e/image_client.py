@@ -10,9 +10,15 @@ from typing import Any
 
 import openai
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "suite"))
+
+from waiting import limit
+
 
 def main(url: str, model: str, *files: str) -> None:
-    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    client: Any = openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=limit(60)
+    )
     answers = [ask(client, model, data_url(file)) for file in files]
     try:
         refused = str(ask(client, model, "https://example.com/picture.png"))
