@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kvline_contract.memory import TOWER
 from kvline_kubectl.cluster import Problem
+from kvline_operator.api.modalities import settled
 from kvline_operator.api.spec import (
     REVISION_CAPACITY_FIELDS,
     REVISION_FIELDS,
@@ -97,6 +99,9 @@ def rollback(
     _restore(after["spec"], target)
     if not target.named:
         after["spec"].pop("image", None)
+    stable = next((past for past in history if past.name == _stable(body)), None)
+    if stable is not None:
+        _name_modalities(after["spec"], target, stable)
     existing = [past.revision for past in history]
     begun = tried({past.name: past.state for past in history})
     found = wanted(parse(after), existing, target.image, _stable(body), begun)
@@ -121,7 +126,7 @@ def _before(body: Object, history: tuple[RevisionEntry, ...]) -> RevisionEntry:
         return accepted[0]
     for earlier in accepted[1:]:
         now = accepted[0]
-        if earlier.image != now.image or not same_pods(earlier.inputs, now.inputs):
+        if earlier.image != now.image or not same_pods(earlier.revision, now.revision):
             return earlier
     raise Problem("there is no earlier accepted revision")
 
@@ -139,6 +144,18 @@ def _restore(spec: Object, target: RevisionEntry) -> None:
     rollout = {k: v for k, v in (spec.get("rollout") or {}).items() if k != "promote"}
     _set(spec, "rollout", rollout or None)
     spec.pop("upgradePolicy", None)
+
+
+def _name_modalities(spec: Object, target: RevisionEntry, stable: RevisionEntry) -> None:
+    """Where the field that a revision did not have would mean now what the stable one serves. One
+    whose model has no encoder served text, whatever it was asked for."""
+    engine = spec.get("engine") or {}
+    if "modalities" in engine or bool(target.images) == bool(stable.images):
+        return
+    capacity = target.state.capacity
+    has_tower = capacity is None or capacity.memory.upgraded().mib(TOWER) > 0
+    if not target.images or has_tower:
+        spec["engine"] = settled(target.inputs, target.images)["engine"]
 
 
 def _set(where: Object, key: str, value: Any) -> None:

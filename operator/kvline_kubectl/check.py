@@ -165,7 +165,7 @@ def _expected(
     if why and not spec.min_kv_tokens:
         text = f"it would be held, as it cannot be compared ({why}): set spec.capacity.minKVTokens"
         return Answer(Result.HELD, text, revision.name)
-    known = _before(spec, state, accepted) or _by_arithmetic(spec, revision, accepted)
+    known = _before(revision, state, accepted) or _by_arithmetic(revision, accepted)
     if known is None or (not known.tokens.low and known.tokens.high is None):
         text = "neither a stored figure nor arithmetic gives its KV tokens"
         return Answer(Result.UNKNOWN, text, revision.name)
@@ -199,7 +199,7 @@ def _expected(
     return Answer(result, text, revision.name, low, high, least, sequences, few)
 
 
-def _before(spec: ServiceSpec, state: RevisionState, accepted: RevisionEntry) -> Known | None:
+def _before(revision: Revision, state: RevisionState, accepted: RevisionEntry) -> Known | None:
     """What a revision with these inputs and this image has measured before."""
     if (served := state.capacity) is not None:
         gpu = served.provenance.gpu if served.provenance is not None else ""
@@ -211,31 +211,31 @@ def _before(spec: ServiceSpec, state: RevisionState, accepted: RevisionEntry) ->
         if not tokens or len(accepted.state.baseline) > 1:  # on which GPU is not stored
             return None
         before = (accepted.state.slots or {}).get(gpu)
-        slots = _slots(spec, accepted, before)
+        slots = _slots(revision, accepted, before)
         counts = state.verdict.sequences if state.verdict is not None else None
         if before is not None and counts is not None:
             ran = replace(before, sequences=counts.measured)
-            slots = Asked.of(spec.inputs).expected(ran)
+            slots = Asked.of(revision.inputs).expected(ran)
     source = f"which an equal revision measured on {device(gpu)}"
     return Known(gpu, each, Bounds(tokens, tokens), source, slots)
 
 
-def _by_arithmetic(spec: ServiceSpec, revision: Revision, accepted: RevisionEntry) -> Known | None:
+def _by_arithmetic(revision: Revision, accepted: RevisionEntry) -> Known | None:
     measured = accepted.state.capacity
     if measured is None or revision.image != accepted.image:
         return None
-    found = bounds(measured, accepted.inputs, spec.inputs)
+    found = bounds(measured, accepted.revision.settled, revision.settled)
     gpu = measured.provenance.gpu if measured.provenance is not None else ""
     source = f"arithmetic from the {measured.kv_tokens:,} of revision {accepted.name}"
-    slots = _slots(spec, accepted, measured.slots)
+    slots = _slots(revision, accepted, measured.slots)
     return Known(gpu, measured.compared_bytes, found, source, slots)
 
 
-def _slots(spec: ServiceSpec, accepted: RevisionEntry, before: Slots | None) -> Slots | None:
+def _slots(revision: Revision, accepted: RevisionEntry, before: Slots | None) -> Slots | None:
     """None also where the server will choose anew how many requests run."""
-    if before is None or not as_many_run(accepted.inputs, spec.inputs):
+    if before is None or not as_many_run(accepted.revision.settled, revision.settled):
         return None
-    return Asked.of(spec.inputs).expected(before)
+    return Asked.of(revision.inputs).expected(before)
 
 
 def _with_noise(tokens: Bounds) -> Bounds:

@@ -22,6 +22,7 @@ from rich.text import Text
 from kvline_contract.memory import Memory
 from kvline_contract.report import SizingReport
 from kvline_kubectl.check import Answer, Result
+from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.pods import condition_of
 from kvline_operator.report.advice import NOTHING, advise
 from kvline_operator.report.causes import BEFORE_SIZING, causes
@@ -29,6 +30,8 @@ from kvline_operator.report.display import (
     Titled,
     changes,
     elapsed,
+    images,
+    images_text,
     measured,
     memories,
     phase,
@@ -117,7 +120,7 @@ def service(body: Object) -> RenderableType:
             f"{token_bytes(status)}, {capacity['source']} at "
             f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
         )
-        parts += [slots(status)] if slots(status) else []
+        parts += [text for text in (slots(status), images(status)) if text]
         if not capacity.get("serving", True):
             parts.append(Text(f"no replica serves now; the last one served until {_as_of(status)}"))
         parts += estimates(status)
@@ -173,6 +176,9 @@ def sized(report: SizingReport) -> RenderableType:
     if result.state_slots is not None:
         found = (result.state_slots, result.snapshots or 0, result.slot_bytes or 0)
         text += f"; {slots_text(*found, result.state_dtype)}"
+    bounds = effective and (effective.max_images_per_request, effective.max_image_patches)
+    if bounds and (of_images := images_text(*bounds)):
+        text += f"; {of_images}"
     return Group(*waterfalls(reported(report)), text)
 
 
@@ -182,6 +188,8 @@ def comparison(reports: dict[str, SizingReport]) -> RenderableType:
     results = [report.result for report in reports.values()]
     has_slots = any(found is not None and found.state_slots is not None for found in results)
     columns += ["SEQUENCES", "SNAPSHOTS"] if has_slots else []
+    has_images = any(found is not None and encoder_parts(found.memory) for found in results)
+    columns += ["IMAGES MIB"] if has_images else []
     made, why = table(*columns, right=columns[1:]), []
     first = next(iter(reports.values())).result
     for name, report in reports.items():
@@ -194,7 +202,8 @@ def comparison(reports: dict[str, SizingReport]) -> RenderableType:
         ratio = f"{result.kv_tokens / first.kv_tokens:.2f}" if first is not None else "-"
         sequences = number(result.sequences(max(1, effective.max_model_len)))
         slots_of = [number(result.state_slots), number(result.snapshots)] if has_slots else []
-        made.add_row(name, number(result.kv_tokens), ratio, sequences, *slots_of)
+        encoder = [number(sum(encoder_parts(result.memory).values()))] if has_images else []
+        made.add_row(name, number(result.kv_tokens), ratio, sequences, *slots_of, *encoder)
     return Group(made, *why)
 
 
@@ -251,6 +260,7 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
         parts += ["", f"No replica serves; the last one had {tokens} KV tokens ({_as_of(status)})."]
     shown = memories(status)
     parts += waterfalls(shown) if len(shown) > 1 else []
+    parts += ["", images(status)] if images(status) else []
     if not any(item["type"] in BEFORE_SIZING for item in unmet):
         parts += estimates(status)
     for text in status.get("warnings") or []:

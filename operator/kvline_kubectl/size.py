@@ -18,6 +18,10 @@ from kvline_contract.names import KIND, LABEL_SERVICE, base_name
 from kvline_kubectl.cluster import Cluster, Problem
 from kvline_kubectl.size_job import Question, Reports, Say, operator_settings, run
 from kvline_operator.api.quantity import in_bytes
+from kvline_operator.api.spec import parse
+from kvline_operator.plan.revisions import served_images
+from kvline_operator.report.status_cache import RevisionEntry
+from kvline_operator.store.revision_state import stable
 
 Object = dict[str, Any]
 NUMBERS = (
@@ -26,6 +30,8 @@ NUMBERS = (
     "maxPrefillTokens",
     "maxTopLogprobs",
     "prefixSnapshots",
+    "maxImagesPerRequest",
+    "maxImagePatches",
 )
 DTYPES: dict[str, type[StrEnum]] = {"kvCacheDtype": KVCacheDtype, "stateDtype": StateDtype}
 
@@ -54,11 +60,17 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
             help=f"overrides spec.engine.{field}",
         )
     made.add_argument(
+        "--modalities",
+        type=lambda text: text.split(","),
+        metavar="text[,image]",
+        help="overrides spec.engine.modalities",
+    )
+    made.add_argument(
         "--compare",
         metavar="FIELD=VALUE,...",
         default="",
         help="measure this too with each of these changes alone, such as kvCacheDtype=fp8,"
-        "memory=4Gi, one after the other in a pod with room for all",
+        "memory=4Gi,modalities=text, one after the other in a pod with room for all",
     )
 
 
@@ -92,7 +104,14 @@ def measure(cluster: Cluster, a: argparse.Namespace, say: Say) -> Reports:
     stored = cluster.newest_revision(body["metadata"]["name"])
     image = a.image or body["spec"].get("image") or _image(body, stored)
     settings, room = operator_settings(image, stored), largest(body, a.compare)
-    return run(cluster, Question(body, image, settings, a.compare, room), say)
+    images = _images(body, cluster.history(body["metadata"]["name"]))
+    return run(cluster, Question(body, image, settings, a.compare, room, images), say)
+
+
+def _images(body: Object, history: tuple[RevisionEntry, ...]) -> str | None:
+    """As the operator would have pods of this spec serve them."""
+    accepted = stable({past.name: past.state for past in history})
+    return served_images(parse(body).inputs, [past.revision for past in history], accepted)
 
 
 def _image(body: Object, stored: Object | None) -> str:
@@ -128,7 +147,7 @@ def changed(body: Object, a: argparse.Namespace) -> Object:
     spec = after["spec"]
     sections = {
         "resources": ("memory", "gpus"),
-        "engine": (*NUMBERS, *DTYPES),
+        "engine": (*NUMBERS, *DTYPES, "modalities"),
         "capacity": ("headroomMiB",),
     }
     for section, fields in sections.items():

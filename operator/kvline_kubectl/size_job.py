@@ -49,6 +49,7 @@ class Question:
     settings: Settings
     compare: str = ""  # changes of one field each, as FIELD=VALUE,...
     largest: Object | None = None  # the service with the resources that every choice fits
+    images: str | None = None  # as a Revision's
 
 
 def operator_settings(image: str, stored: Object | None) -> Settings:
@@ -84,7 +85,12 @@ def objects(asked: Question) -> tuple[Object, list[Object]]:
     spec = parse(asked.body)
     name = f"{spec.base}-size-{uuid.uuid4().hex[:5]}"
     room = parse(asked.largest or asked.body)
-    data = {"inputs": spec.inputs, "image": asked.image, "servedName": spec.served_name}
+    data = {
+        "inputs": spec.inputs,
+        "image": asked.image,
+        "servedName": spec.served_name,
+        "images": asked.images,
+    }
     meta = {"name": name, "namespace": spec.namespace}
     choices = 1 + len(asked.compare.split(",")) if asked.compare else 1
     job = {

@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from kvline_contract.launch import Record
-from kvline_contract.memory import MemoryV1
+from kvline_contract.memory import (
+    ENCODER_CACHE,
+    ENCODER_WORK,
+    TOWER,
+    Memory,
+    MemoryV1,
+    Part,
+)
 from kvline_contract.report import (
     Attempt,
     Effective,
@@ -86,6 +93,20 @@ def hybrid_pod(
     has = {"state_slots": slots, "snapshots": snapshots, "slot_bytes": 8 * 512, **more}
     result = replace(plain.report.result, **has)
     return replace(plain, report=replace(plain.report, result=result))
+
+
+ENCODER = {TOWER: 1120, ENCODER_WORK: 300, ENCODER_CACHE: 512}  # MiB
+
+
+def image_pod(tokens: int = 4096, name: str = "chat-aaaaa-1") -> PodView:
+    """Of a model with an encoder of images, of 8 a request and 16,384 patches each."""
+    plain = ready_pod(tokens, name)
+    assert plain.report is not None and plain.report.result is not None
+    assert plain.report.effective is not None
+    parts = (Part("weights", 50), *(Part(*each) for each in ENCODER.items()), Part("others", 18))
+    effective = replace(plain.report.effective, max_images_per_request=8, max_image_patches=16384)
+    result = replace(plain.report.result, ranks=(Memory(2000, parts),))
+    return replace(plain, report=replace(plain.report, effective=effective, result=result))
 
 
 def recorded() -> dict[str, Record]:

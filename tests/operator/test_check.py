@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 from services import BODY
 
-from kvline_contract.memory import MemoryV1
+from kvline_contract.launch import Images
+from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.names import KIND
 from kvline_contract.report import Provenance, Source
 from kvline_kubectl.__main__ import checking, parser
@@ -287,6 +288,26 @@ def test_a_change_of_slots_is_answered_with_what_it_trades() -> None:
     assert few.result is Result.REJECTED, "whatever its KV tokens are"
     assert "9 are required (spec.capacity.minSequences)" in few.message
     assert to(engine=less).result is Result.PASSES
+
+
+def test_a_change_of_modalities_is_answered_by_what_the_encoder_takes() -> None:
+    """Exactly where it goes, and not before a measurement where it comes. An absent field is what
+    the stable revision has."""
+    parts = (*MEMORY.upgraded().parts[:-1], Part("tower", 100), Part("others", 390))
+    capacity = replace(SERVED, memory=MemoryV1.of(Memory(2048, parts)))
+    sees = replace(
+        revision(service(), replace(STABLE, capacity=capacity)), images=str(Images.IF_SERVED)
+    )
+    text, both = ({**ENGINE, "modalities": kinds} for kinds in (["text"], ["text", "image"]))
+    answer = check(service(engine=text), (sees,), False)
+    assert answer.result is Result.PASSES and answer.low is not None
+    assert 0 <= TOKENS + 100 * (1 << 20) / EACH - answer.low < (1 << 20) / EACH + 64
+    assert check(service(), (sees,), False).message.startswith("no new revision")
+    assert asked(service(engine=text)).message.startswith("no new revision")
+    answer = asked(service(engine=both))
+    assert (answer.result, answer.low) == (Result.UNKNOWN, None)
+    answer = asked(service(engine={**ENGINE, "maxImagePatches": 64}))
+    assert answer.result is Result.REJECTED and "serves text alone" in answer.message
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from services import PLAIN, hybrid_pod, ready_pod, service_state
+from services import PLAIN, hybrid_pod, image_pod, ready_pod, service_state
 
 from kvline_operator.api.spec import parse
 from kvline_operator.plan.podspec import pod_template
@@ -44,8 +44,24 @@ def test_what_the_server_chose_is_that_of_its_report() -> None:
         "maxRunningRequests": 4,
         "maxPrefillTokens": 512,
         "maxTopLogprobs": 20,
+        "modalities": ["text"],
     }
     assert made["capacity"] == {"reuse": "Auto", "headroomMiB": 128}
+
+
+def test_images_are_served_where_a_replica_has_reported_their_bounds() -> None:
+    """Without the field this depends on its model and device; the bounds asked for may be the
+    server's default."""
+    asked = {"engine": {"modalities": ["text", "image"], "maxImagesPerRequest": 8}}
+    for spec in ({}, asked):
+        engine = effective(service_state(image_pod(), spec=spec))["engine"]
+        assert engine["modalities"] == ["text", "image"]
+        assert (engine["maxImagesPerRequest"], engine["maxImagePatches"]) == (8, 16384)
+    assert "modalities" not in effective(service_state(PLAIN))["engine"], "nothing is known yet"
+    assert effective(service_state(PLAIN, spec=asked))["engine"] == {
+        "kvCacheDtype": "auto",
+        **asked["engine"],
+    }
 
 
 def test_speculation_has_its_number_of_draft_tokens() -> None:
@@ -88,7 +104,8 @@ def test_the_schema_has_every_field_and_no_other() -> None:
     }
     status = schema()["status"]["properties"]
     made = service_state(hybrid_pod(state_dtype="float32"), spec=spec)
-    assert paths(effective(made)) == known(status["effective"])
+    sees = service_state(image_pod(), spec=spec)
+    assert paths(effective(made)) | paths(effective(sees)) == known(status["effective"])
 
 
 def test_every_field_has_the_name_that_it_has_in_the_spec() -> None:

@@ -41,6 +41,15 @@ class Machine:
     window: int = 1024  # tokens that some layers see
     hidden: int = 0  # bytes of a token in these, in the model's dtype; 0: there are none
     state: int = 0  # bytes of a sequence's recurrent state; 0: there is none
+    # MiB of an encoder's weights, and KiB of its largest step, for each patch: what of them is
+    # kept, and what a step of the language model takes more
+    tower: int = 0
+    of_patch: int = 0
+
+    def _patches(self, engine: Object) -> int:
+        """0 where no images are served."""
+        serves = self.tower and "image" in engine.get("modalities", ["text"])
+        return engine.get("maxImagePatches", 16384) if serves else 0
 
     def size(self, inputs: Object, memory: int) -> CapacityStatus | None:
         """None where the model does not fit."""
@@ -63,14 +72,18 @@ class Machine:
         running = engine["maxRunningRequests"] or self._running(
             reserved, (memory - self.weights - headroom) * MIB
         )
+        patches = self._patches(engine)
         step = self.fixed * MIB + 1024 * (self.of_request * running + self.of_row * rows)
+        step += 16 * patches
         scores = self._scored(memory) * self.vocabulary * 12
         growth = max(step, scores)
-        clients = 0 if self.gpu else 40 * MIB + 1000 * running
+        clients = 0 if self.gpu else 40 * MIB + 1000 * running + 100 * patches
+        tower = self.tower * MIB * (patches > 0)
+        encodes = tower + 1024 * self.of_patch * patches
         full = (self.wide + self.hidden) // scale
         each = self.wide // scale if frees else full
         beside = 0 if self.gpu else self.beside + self.shared * (running > 1)
-        taken = reserved[running] + self.weights * MIB + growth + clients
+        taken = reserved[running] + self.weights * MIB + growth + clients + encodes
         left = memory * MIB - taken - (headroom + 24) * MIB
         tokens = (left // (each + beside) // PAGE - 1) * PAGE
         if tokens < PAGE:
@@ -81,6 +94,10 @@ class Machine:
             parts["windows"] = -(-windows[running] // MIB)
         if self.state:
             parts["states"] = -(-states(running) // MIB)
+        if patches:
+            parts["tower"] = self.tower
+            work = 1024 * self.of_patch * patches
+            parts |= {"encoder-work": work // MIB, "encoder-cache": -(-(work % MIB) // MIB)}
         if not self.gpu:
             parts["clients"] = -(-(clients + tokens * beside) // MIB)
         parts["headroom"] = headroom
@@ -142,6 +159,8 @@ machines = st.builds(
     window=st.sampled_from([512, 1024, 4096]),
     hidden=st.sampled_from([0, 0, 4096, 40960]),
     state=st.sampled_from([0, 0, 1 << 18, 20 << 20]),
+    tower=st.sampled_from([0, 7, 120]),
+    of_patch=st.integers(0, 20),
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "memory": st.integers(512, 8192),
@@ -152,6 +171,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "headroomMiB": st.integers(0, 256),
     "prefixSnapshots": st.one_of(st.none(), st.integers(0, MOST)),
     "stateDtype": st.sampled_from([None, "float32", "bfloat16"]),
+    "modalities": st.sampled_from([["text"], ["text", "image"]]),
+    "maxImagePatches": st.sampled_from([None, 64, 4096, 16384]),
 }
 settings = st.fixed_dictionaries(FIELDS)
 
@@ -202,6 +223,8 @@ def test_what_would_help_is_what_the_machine_would_measure(machine: Machine, giv
         if field == "memory":
             more += 1024
             assert in_bytes(row.value, "") == more * MIB and not machine.gpu
+        elif field == "modalities":
+            after[section][field] = [row.value]
         elif row.value.isdigit():
             after[section][field] = int(row.value)
         else:
@@ -431,9 +454,43 @@ def test_states_in_bfloat16_leave_half_of_their_memory_at_most() -> None:
     assert found(plain, stateDtype="float32") == Bounds(0, None), "it does not start"
 
 
+def test_text_alone_leaves_what_the_encoder_of_images_takes() -> None:
+    """By its parts, as a row too; turned on, what it takes is unknown before a measurement."""
+    sees = replace(CPU, gpu=True, tower=120, of_patch=20)
+    before = inputs_of({**GIVEN, "modalities": ["text", "image"], "maxImagePatches": 4096}, True)
+    made = sees.size(before, 2048)
+    assert made is not None
+
+    def found(made: CapacityStatus, **engine: Any) -> Bounds:
+        return bounds(made, before, {**before, "engine": {**before["engine"], **engine}})
+
+    text = found(made, modalities=["text"])
+    gained = (120 + 80) * MIB / 46080
+    assert 0 <= made.kv_tokens + gained - text.low < 3 * MIB / 46080 + 64
+    assert text.high is not None and text.high > text.low
+    assert found(made, modalities=["text"], maxImagePatches=None) == text, "the bound goes too"
+    (row,) = (r for r in estimates(made, before, 16) if r.field.endswith("modalities"))
+    assert (row.field, row.value) == ("spec.engine.modalities", "text")
+    assert (row.bound, row.kv_tokens) == ("AtLeast", text.low)
+    smaller, larger = found(made, maxImagePatches=1024), found(made, maxImagePatches=8192)
+    assert smaller.low == made.kv_tokens and smaller.high is not None
+    assert larger.low == 0 and larger.high == found(made).high
+    assert found(made, maxImagePatches=None) == Bounds(0, None), "the server's default"
+    plain = sees.size(inputs_of({**GIVEN, "modalities": ["text"]}, True), 2048)
+    assert plain is not None and "modalities" not in fields(plain, before, 16)
+    assert found(plain, modalities=["text"]) == found(plain, modalities=None) == found(plain)
+    before["engine"]["modalities"] = ["text"]
+    assert found(plain, modalities=["text", "image"]) == Bounds(0, None)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("prefixSnapshots", 32), ("kvCacheDtype", "fp8"), ("stateDtype", "bfloat16")],
+    [
+        ("prefixSnapshots", 32),
+        ("kvCacheDtype", "fp8"),
+        ("stateDtype", "bfloat16"),
+        ("modalities", ["text"]),
+    ],
 )
 def test_what_sets_how_many_requests_run_has_no_bound_where_each_has_a_state(
     field: str, value: object

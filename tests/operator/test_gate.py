@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services import ready_pod
+from services import ENCODER, image_pod, ready_pod
 from test_state_document import STATES
 
 from kvline_contract.codec import dumps
@@ -24,6 +24,8 @@ from kvline_operator.plan.gate import (
     thresholds,
 )
 from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.store.capacity_status import CapacityStatus
+from kvline_operator.store.revision_state import RevisionState
 from kvline_operator.store.verdict import GateResult
 
 GROUP = ComparisonGroup("hf://org/model", 1)
@@ -238,6 +240,57 @@ def test_the_table(
     verdict = evaluate(candidate, BASELINE, Thresholds(minimum, 95))
     assert (verdict.result, verdict.required) == (result, required), what
     assert text in verdict.message
+
+
+NONE: dict[str, int] = {}
+SMALLER = {**ENCODER, "encoder-work": 100, "encoder-cache": 500}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (
+            NONE,
+            ENCODER,
+            ": 51 short; images take 1932 MiB more than before (tower 1120, encoder-work 300, "
+            "encoder-cache 512): set spec.engine.modalities to [text], or lower "
+            "spec.engine.maxImagePatches or maxImagesPerRequest",
+        ),
+        (
+            SMALLER,
+            ENCODER,
+            "; images take 212 MiB more than before (encoder-work 200, encoder-cache 12): lower "
+            "spec.engine.maxImagePatches or maxImagesPerRequest",
+        ),
+        (ENCODER, SMALLER, ": 51 short"),
+        (ENCODER, ENCODER, ": 51 short"),
+        (ENCODER, NONE, ": 51 short"),
+        (None, ENCODER, ": 51 short"),
+    ],
+)
+def test_a_rejection_names_the_encoder_that_took_the_tokens(
+    before: dict[str, int] | None, now: dict[str, int], text: str
+) -> None:
+    """Where the stable revision has none, or a smaller one; with nothing stored of it neither."""
+    baseline = replace(BASELINE, encoder=before)
+    replica = Measured("H200", 899, 100, encoder=now)
+    verdict = evaluate(replace(PLAIN, replicas=(replica,)), baseline, Thresholds(0, 95))
+    assert verdict.result is GateResult.REJECTED and verdict.message.endswith(text)
+    enough = replace(PLAIN, replicas=(replace(replica, tokens=960),))
+    verdict = evaluate(enough, baseline, Thresholds(0, 95))
+    assert verdict.result is GateResult.PASSED and "images" not in verdict.message
+
+
+def test_what_an_encoder_takes_is_from_reports_of_the_candidate_and_of_what_served() -> None:
+    pod = image_pod()
+    assert pod.measured is not None and pod.measured.encoder == ENCODER
+    plain = ready_pod()
+    assert plain.measured is not None and plain.measured.encoder == {}
+    inputs = json.loads('{"model": {"source": "pvc://a/b"}, "resources": {}}')
+    for served, found in ((pod, ENCODER), (plain, {})):
+        state = RevisionState(accepted=1, capacity=CapacityStatus.of([served.report]))
+        assert baseline_of(state, inputs).encoder == found
+    assert baseline_of(RevisionState(accepted=1), inputs).encoder is None
 
 
 TWO = Baseline(GROUP, 100, {"H200": 1000, "A100": 500})

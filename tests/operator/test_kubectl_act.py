@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from services import ready_pod
 
+from kvline_contract.launch import Images
 from kvline_contract.names import CLI_FIELD_MANAGER
 from kvline_kubectl import act
 from kvline_kubectl.act import Patch
 from kvline_kubectl.cluster import Problem
 from kvline_operator.report.status_cache import RevisionEntry
+from kvline_operator.store.capacity_status import CapacityStatus
 from kvline_operator.store.revision_state import RevisionState
 
 NOW = "2026-11-26T12:00:00Z"
@@ -120,6 +124,43 @@ def test_rollback_of_a_candidate_names_no_image() -> None:
     history = (entry("bbbbb", 2, TWO), entry("aaaaa", 1, accepted=1))
     given = body({"stableRevision": "aaaaa", "candidateRevision": "bbbbb"}, upgradePolicy="Latest")
     assert after(given, act.rollback(given, history, None)[1]) == BASE
+
+
+@pytest.mark.parametrize(
+    ("target", "stable", "named"),
+    [
+        (None, Images.REQUIRED, ["text"]),
+        (Images.IF_SERVED, None, ["text", "image"]),
+        (Images.IF_SERVED, Images.REQUIRED, None),
+        (None, None, None),
+    ],
+)
+def test_rollback_names_modalities_where_without_them_the_stable_revision_s_would_stay(
+    target: Images | None, stable: Images | None, named: list[str] | None
+) -> None:
+    smaller: dict[str, Any] = {"engine": {"maxModelLen": 512}}
+    history = (
+        replace(entry("bbbbb", 2, accepted=2, **smaller), images=stable),
+        replace(entry("aaaaa", 1, accepted=1), images=target),
+    )
+    given = body({"stableRevision": "bbbbb"}, **smaller)
+    name, patch = act.rollback(given, history, None)
+    wanted = {**BASE, **({"engine": {"modalities": named}} if named else {})}
+    assert (name, after(given, patch)) == ("aaaaa", wanted)
+
+
+def test_rollback_asks_for_no_encoder_that_the_revision_s_model_did_not_have() -> None:
+    """It was served as text, which the stable revision is too."""
+    text: dict[str, Any] = {"engine": {"modalities": ["text"], "maxModelLen": 512}}
+    now = entry("bbbbb", 2, accepted=2, **text)
+    capacity = CapacityStatus.of([ready_pod().report])
+    past = replace(
+        entry("aaaaa", 1, accepted=1),
+        images=Images.IF_SERVED,
+        state=RevisionState(accepted=1, capacity=capacity),
+    )
+    given = body({"stableRevision": "bbbbb"}, **text)
+    assert after(given, act.rollback(given, (now, past), None)[1]) == BASE
 
 
 def test_a_restart_is_nothing_to_go_back_from() -> None:

@@ -25,12 +25,20 @@ def test_shared_flags_stand_before_or_behind_the_command(words: str) -> None:
 
 def test_size_takes_each_field_that_makes_a_budget() -> None:
     words = "size llm --max-model-len 99 --kv-cache-dtype fp8 --gpus 2 --headroom-mib 300"
+    words += " --modalities text,image --max-images-per-request 8 --max-image-patches 1024"
     asked = parser().parse_args([*words.split(), "--state-dtype", "bfloat16"])
     body = {"spec": {"model": {}, "resources": {"memory": "2Gi"}, "engine": {"maxModelLen": 5}}}
     assert changed(body, asked)["spec"] == {
         "model": {},
         "resources": {"memory": "2Gi", "gpus": 2},
-        "engine": {"maxModelLen": 99, "kvCacheDtype": "fp8", "stateDtype": "bfloat16"},
+        "engine": {
+            "maxModelLen": 99,
+            "kvCacheDtype": "fp8",
+            "stateDtype": "bfloat16",
+            "modalities": ["text", "image"],
+            "maxImagesPerRequest": 8,
+            "maxImagePatches": 1024,
+        },
         "capacity": {"headroomMiB": 300},
     }
     assert body["spec"]["engine"] == {"maxModelLen": 5}

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import itertools
 
 from pictures import board, of_two_ranks, rolled_back
+from services import ENCODER, image_pod, ready_pod, service_state
 
 from kvline_contract.codec import encode
 from kvline_contract.memory import FIGURES, Memory, MemoryV1, Part
@@ -25,6 +26,7 @@ from kvline_kubectl import show
 from kvline_operator.page import view_model
 from kvline_operator.page.app import make
 from kvline_operator.page.view_model import WIDTH, age, grouped, line, moment, waterfall
+from kvline_operator.report import status
 from kvline_operator.report.display import memories, memory
 from kvline_operator.report.status_cache import StatusCache
 
@@ -164,6 +166,48 @@ def test_recurrent_states_are_shown_where_a_model_has_them() -> None:
     style = (Path(view_model.__file__).parent / "static" / "style.css").read_text()
     for part in ("states", "snapshots"):
         assert f".part-{part} " in style and f'"part part-{part}"' in story
+
+
+def test_what_images_take_and_how_many_a_request_may_have_are_shown() -> None:
+    """On the page, and by `status`, `explain` and `size` of the plugin."""
+    out, _ = status.build(service_state(image_pod()), {}, "now")
+    view = rolled_back()
+    view.status["effective"] = out["effective"]
+    view.status["capacity"]["memory"] = out["capacity"]["memory"]
+    shown = StatusCache()
+    shown.put(view)
+    story = page("/services/team/smollm2", shown)
+    bounds = "8 images a request, of 16,384 patches each at most"
+    style = (Path(view_model.__file__).parent / "static" / "style.css").read_text()
+    assert f"· {bounds}" in story and bounds not in page("/services/team/smollm2")
+    report = image_pod().report
+    assert report is not None
+    body = {"metadata": {"name": "smollm2"}, "spec": {}, "status": view.status}
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(show.service(body), show.sized(report))
+    printed = captured.get()
+    assert printed.count(bounds) == 2
+    for part, mib in ENCODER.items():
+        assert f'"part part-{part}"' in story and f".part-{part}" in style
+        assert len(re.findall(rf"{part} +{mib:,} +█", printed)) == 2
+    with console.capture() as captured:
+        console.print(show.explain(body, []))
+    assert bounds in captured.get()
+
+
+def test_a_comparison_has_what_images_take_where_a_choice_serves_them() -> None:
+    sees, text = image_pod(4096).report, ready_pod(6144).report
+    assert sees is not None and text is not None
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(show.comparison({"as given": sees, "modalities=text": text}))
+    head, first, second = captured.get().splitlines()
+    assert head.endswith("IMAGES MIB") and first.split()[-1] == "1,932"
+    assert second.split() == ["modalities=text", "6,144", "1.50", "6", "-"]
+    with console.capture() as captured:
+        console.print(show.comparison({"as given": text}))
+    assert "IMAGES" not in captured.get()
 
 
 def test_the_bars_of_a_terminal_of_80_columns_are_whole() -> None:

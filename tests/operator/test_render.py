@@ -12,6 +12,7 @@ import yaml
 from kvline_contract.launch import (
     VERSION,
     GateFile,
+    Images,
     KVCacheDtype,
     LaunchConfig,
     Method,
@@ -354,6 +355,28 @@ def test_prefix_snapshots_are_in_the_launch_file_where_the_spec_names_them() -> 
         assert ("prefixSnapshots" in launch) == bool(engine)
         asked = LaunchConfig.parse(launch).engine.prefix_snapshots
         assert asked == engine.get("prefixSnapshots")
+
+
+def test_images_are_in_the_launch_file_where_the_revision_serves_them() -> None:
+    """Whatever it is, budgets are compared: what the encoder took is named."""
+    kinds: list[tuple[Images | None, dict[str, Any]]] = [
+        (None, {}),
+        (None, {"modalities": ["text"]}),
+        (Images.IF_SERVED, {"maxImagesPerRequest": 4}),
+        (Images.REQUIRED, {"modalities": ["text", "image"], "maxImagePatches": 1024}),
+    ]
+    for images, engine in kinds:
+        each = spec(engine=engine)
+        revision = Revision("aaaaa", "image", each.inputs_json, 1, images=images)
+        data = controller_revision(each, revision, Settings("image"))["data"]
+        assert data.get("images") == images and "modalities" not in data["launch"]
+        made = LaunchConfig.parse(data["launch"]).engine
+        assert (made.images, made.max_images_per_request, made.max_image_patches) == (
+            images,
+            engine.get("maxImagesPerRequest"),
+            engine.get("maxImagePatches"),
+        )
+        assert comparison_group(each.inputs) == comparison_group(spec().inputs)
 
 
 def test_a_parser_of_tool_calls_is_in_the_launch_file_where_it_is_named() -> None:

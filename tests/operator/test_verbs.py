@@ -4,6 +4,7 @@ earlier operator by an annotation stays done."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def test_another_kind_of_device_takes_the_default_image_of_its_kind() -> None:
 def test_a_rollout_that_an_earlier_operator_began_goes_on() -> None:
     """It gave each new revision its default image."""
     service = Service()
-    first = service.ask()
+    first = replace(service.ask(), images=None)
+    service.existing = [first]
     candidate = Revision("ccccc", TWO, spec(**BIGGER).inputs_json, 2)
     service.existing.append(candidate)
     assert service.ask(accept=False, **BIGGER) == candidate

@@ -20,8 +20,23 @@ from test_size import size
 from waiting import limit
 
 from kvline_contract.codec import ContractError
-from kvline_contract.launch import CapacityOptions, Device, EngineOptions, KVCacheDtype, LoadFormat
-from kvline_contract.memory import SNAPSHOTS, STATES, Memory, Part
+from kvline_contract.launch import (
+    CapacityOptions,
+    Device,
+    EngineOptions,
+    Images,
+    KVCacheDtype,
+    LoadFormat,
+)
+from kvline_contract.memory import (
+    ENCODER_CACHE,
+    ENCODER_WORK,
+    SNAPSHOTS,
+    STATES,
+    TOWER,
+    Memory,
+    Part,
+)
 from kvline_contract.report import SizingReport
 from kvline_operator.plan.forecast import estimates
 from kvline_operator.store.capacity_status import CapacityStatus
@@ -61,13 +76,16 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
     [
         (
             "fp8",
-            "expected FIELD=VALUE, of maxModelLen, .*, stateDtype, gpus, .*; got 'fp8'",
+            "expected FIELD=VALUE, of maxModelLen, .*, stateDtype, .*, gpus, .*; got 'fp8'",
         ),
         ("device=cuda", "got 'device=cuda'"),
         ("gpus=", "got 'gpus='"),
         ("", "got ''"),
         (",", "got ''"),
         ("kvCacheDtype=fp9", "^kvCacheDtype=fp9: expected one of auto, fp8, got 'fp9'"),
+        ("images=Required", "got 'images=Required'"),
+        ("modalities=image", r"^modalities=image: expected text or text\+image"),
+        ("maxImagesPerRequest=65", "^maxImagesPerRequest=65: expected 1 to 64, got 65"),
         ("gpus=9", "^gpus=9: expected 1 to 8, got 9"),
         ("gpus=-1", "^gpus=-1: expected 1 to 8, got -1"),
         ("gpus=two", "^gpus=two: expected an integer"),
@@ -155,6 +173,7 @@ def test_weights_that_cannot_be_otherwise_are_not_compared(
 def test_every_setting_of_the_engine_can_be_compared() -> None:
     assert {"maxModelLen", "maxRunningRequests", "kvCacheDtype", "stateDtype"} < set(SETTINGS)
     named = {"kvCacheDtype": "fp8", "stateDtype": "bfloat16", "gpus": "8"}
+    named["modalities"] = "text+image"
     for field in SETTINGS:
         value = named.get(field, "20")
         _, choice = choices(f"{field}={value}", GIVEN, NOWHERE)
@@ -199,6 +218,40 @@ def test_recurrent_states_have_columns_where_a_choice_has_them() -> None:
     assert "256 sequences at once and 64 snapshots of prefixes of 10.0 MiB each in bfloat16" in text
     plain = hybrid(AS_GIVEN, 200_000, None, None).report
     assert plain.result is not None and "snapshots" not in summary(plain, plain.result)
+
+
+def test_text_alone_is_compared_without_images_and_their_bounds() -> None:
+    """A choice is between commas, so that a list of two has a plus."""
+    asked = EngineOptions(64, images=Images.IF_SERVED, max_images_per_request=4)
+    sees = replace(GIVEN, engine=asked)
+    first, text, many = choices("modalities=text,maxImagesPerRequest=8", sees, NOWHERE)
+    assert (first.launch, text.launch) == (sees, GIVEN)
+    assert many.launch.engine == replace(asked, max_images_per_request=8)
+    _, both = choices("modalities=text+image", sees, NOWHERE)
+    assert both.launch.engine == replace(asked, images=Images.REQUIRED)
+
+
+def test_an_encoder_has_a_column_where_a_choice_has_one() -> None:
+    """Its weights are in those of the model."""
+    text = hybrid("modalities=text", 200_000, None, None)
+    assert text.report.result is not None and text.report.effective is not None
+    encoder = Part(TOWER, 1120), Part(ENCODER_WORK, 300), Part(ENCODER_CACHE, 512)
+    parts = (Part("weights", 500), *encoder, Part("kv-cache", 1000))
+    rank = Memory(sum(part.mib for part in parts), parts)
+    result = replace(text.report.result, ranks=(rank,))
+    effective = replace(text.report.effective, max_images_per_request=8, max_image_patches=16384)
+    sees = Measured(AS_GIVEN, replace(text.report, result=result, effective=effective))
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table([sees, text]))
+    _, _, first, second = captured.get().splitlines()
+    assert first.split()[-3:] == ["1,620", "1,000", "812"] and second.split()[-1] == "0"
+    bounds = ", at most 8 images a request of 16384 patches each; "
+    assert bounds in summary(sees.report, result)
+    with console.capture() as captured:
+        console.print(table([text]))
+    assert "encoder" not in captured.get()
+    assert "images" not in summary(text.report, text.report.result)
 
 
 @pytest.mark.process

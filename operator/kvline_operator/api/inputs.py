@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvline_operator.api.modalities import ordered
 from kvline_operator.api.quantity import canonical
 
 Object = dict[str, Any]
@@ -21,7 +22,7 @@ RENAMED = {
 
 
 def read(stored: Object) -> Object:
-    """Inputs in today's names, with quantities in canonical form; a copy."""
+    """Inputs in today's names, with quantities and modalities in canonical form; a copy."""
     out = dict(stored)
     for path, names in RENAMED.items():
         _rename(out, path, names)
@@ -30,6 +31,9 @@ def read(stored: Object) -> Object:
             key: canonical(value, f"spec.resources.{key}") if key in QUANTITIES else value
             for key, value in out["resources"].items()
         }
+    if "modalities" in out.get("engine", {}):
+        engine = out["engine"]
+        out["engine"] = {**engine, "modalities": ordered(engine["modalities"])}
     return out
 
 

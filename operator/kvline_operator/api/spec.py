@@ -22,7 +22,7 @@ from kvline_contract.launch import (
     ToolCallParser,
 )
 from kvline_contract.names import CPU_RANK, base_name
-from kvline_operator.api import replicas_field
+from kvline_operator.api import modalities, replicas_field
 from kvline_operator.api.inputs import read
 from kvline_operator.api.replicas_field import ReplicasField
 from kvline_operator.api.source import ModelSource, source_of
@@ -53,7 +53,8 @@ EARLIER_ACTS = {
     "kvline.dev/restart": "spec.restartedAt",
     "kvline.dev/upgrade": "spec.upgradePolicy",
 }
-ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
+# One is in launch.json alone, of spec.engine.modalities.
+ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)} - {"images"} | {"modalities"}
 ENGINE_CHOICES: dict[str, type[StrEnum]] = {
     "kvCacheDtype": KVCacheDtype,
     "stateDtype": StateDtype,
@@ -185,6 +186,7 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
             _choice(kind, engine[field], f"engine.{field}")
     if "speculation" in engine:
         speculation(engine)
+    modalities.check(engine)
     return spec
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from kvline_contract.exits import meaning
 from kvline_contract.load import Load
 from kvline_contract.names import DOWNLOAD_CONTAINER, SERVER_CONTAINER, revision_of
 from kvline_contract.report import Knob, Result, SizingReport, State, Termination
+from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.reports import Reading
 from kvline_operator.observe.slots import Slots
 
@@ -36,6 +38,8 @@ class Measured:
     tokens: int
     bytes_per_token: int  # Result.compared_bytes
     slots: Slots | None = None  # of a model whose layers keep recurrent states
+    # MiB of its encoder of images, by part
+    encoder: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,8 @@ class PodView:
             return None
         gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
         result = self.result
-        return Measured(gpu, result.kv_tokens, result.compared_bytes, Slots.of(result))
+        figures = gpu, result.kv_tokens, result.compared_bytes
+        return Measured(*figures, Slots.of(result), encoder_parts(result.memory))
 
     @cached_property
     def result(self) -> Result | None:

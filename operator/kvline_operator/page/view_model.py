@@ -16,6 +16,7 @@ from kvline_operator.report.advice import NOTHING, advise
 from kvline_operator.report.display import (
     changes,
     elapsed,
+    images,
     measured,
     memories,
     memory,
@@ -142,6 +143,7 @@ class Service:
     ranks: tuple[Waterfall, ...]
     token_bytes: str
     slots: str
+    images: str
     per_gib: str
     estimates: tuple[Shown, ...]
     conditions: tuple[ConditionRow, ...]
@@ -202,6 +204,7 @@ def service(view: View, now: datetime) -> Service:
         ),
         token_bytes=token_bytes(status) if capacity else "",
         slots=slots(status) if capacity else "",
+        images=images(status),
         per_gib=per_gib(status),
         estimates=rows(status),
         conditions=tuple(_condition_row(c) for c in plain(status)),

@@ -13,10 +13,19 @@ from math import ceil, inf, prod
 from typing import Any
 
 from kvline_contract.launch import KVCacheDtype, StateDtype
-from kvline_contract.memory import ACTIVATIONS, CLIENTS, GRAPHS, WINDOWS
+from kvline_contract.memory import (
+    ACTIVATIONS,
+    CLIENTS,
+    ENCODER_CACHE,
+    ENCODER_WORK,
+    GRAPHS,
+    WINDOWS,
+)
 from kvline_contract.report import Source
+from kvline_operator.api.modalities import BOUNDS, Modality
 from kvline_operator.api.quantity import canonical, in_bytes
 from kvline_operator.api.spec import gpus, ranks
+from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.slots import Slots
 from kvline_operator.plan.revisions import ASKED
 from kvline_operator.plan.trade import Asked
@@ -53,6 +62,8 @@ SETS_RUNNING = (
     "engine.kvCacheDtype",
     "engine.prefixSnapshots",
     "engine.stateDtype",
+    "engine.modalities",
+    *(f"engine.{field}" for field in BOUNDS),
 )
 
 
@@ -161,6 +172,14 @@ def _effect(
     if path == "engine.stateDtype" and measured.slots is not None:
         slots = Asked.of(after).expected(measured.slots)
         return _of_state_dtype(old, new, slots, measured.bfloat16_slot_bytes)
+    if path == "engine.modalities":
+        return _of_modalities(new, measured)
+    if field in BOUNDS and (after.get("engine") or {}).get("modalities") == [Modality.TEXT]:
+        return Effect()  # they go with the images
+    if section == "engine" and field in BOUNDS and None not in (old, new):
+        # By how much its step, its rows and what clients may send change, only a measurement tells.
+        changes = _bytes(measured, ENCODER_WORK, ENCODER_CACHE, CLIENTS, ACTIVATIONS, GRAPHS)
+        return Effect(0, changes) if new < old else Effect(-inf, 0)
     if section == "engine" and field in LIMITS and None not in (old, new):
         asked = (before.get("engine") or {}).get("prefixSnapshots")
         # The server's default may follow how many requests run.
@@ -203,6 +222,19 @@ def _of_state_dtype(old: Any, new: Any, slots: Slots, small: int | None) -> Effe
         return UNKNOWN
     count = 1 + slots.sequences + slots.snapshots  # with that of padding
     return Effect(0, count * (slots.slot_bytes - small))
+
+
+def _of_modalities(new: list[str] | None, measured: CapacityStatus) -> Effect:
+    """Text alone leaves the encoder's memory: as its parts are, in whole MiB each, and at most
+    what steps and clients take for images besides."""
+    parts = encoder_parts(measured.memory.upgraded())
+    if new is None or (Modality.IMAGE in new) == bool(parts):
+        return Effect()
+    if Modality.IMAGE in new:
+        return UNKNOWN
+    least = sum(parts.values()) - len(parts)
+    besides = _bytes(measured, CLIENTS, ACTIVATIONS, GRAPHS)
+    return Effect(least * MIB, (least + 2 * len(parts)) * MIB + besides)
 
 
 def _slots(fewer: int, measured: CapacityStatus) -> int:
@@ -254,9 +286,9 @@ def _of_memory(old: str, new: str, measured: CapacityStatus, resources: Object) 
 def estimates(
     measured: CapacityStatus, inputs: Object, running: int | None
 ) -> tuple[Estimate, ...]:
-    """What 1 GiB more, an fp8 cache, half the requests or snapshots and states in bfloat16 would
-    give each replica, where that can be computed. `running`: requests that run at once, with the
-    default resolved."""
+    """What 1 GiB more, an fp8 cache, half the requests or snapshots, states in bfloat16 and text
+    alone would give each replica, where that can be computed. `running`: requests that run at
+    once, with the default resolved."""
     out: list[Estimate] = []
     if measured.source is Source.PINNED:
         return ()
@@ -289,6 +321,10 @@ def estimates(
         most = bounds(measured, inputs, _with_field(inputs, "engine", "stateDtype", value)).high
         if most is not None:
             out.append(Estimate("spec.engine.stateDtype", value, most, "AtMost"))
+    text = _with_field(inputs, "engine", "modalities", [str(Modality.TEXT)])
+    tokens = bounds(measured, inputs, text).low
+    if encoder_parts(measured.memory.upgraded()) and tokens > measured.kv_tokens:
+        out.append(Estimate("spec.engine.modalities", str(Modality.TEXT), tokens, "AtLeast"))
     return tuple(out)
 
 

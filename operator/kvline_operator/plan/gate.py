@@ -46,6 +46,8 @@ class Baseline:
     # By GPU model, where layers keep recurrent states
     slots: Mapping[str, Slots] = field(default_factory=dict)
     asked: Asked = field(default_factory=Asked)
+    # MiB of the stable revision's encoder of images, by part; None: nothing is stored of it
+    encoder: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ def _judged(
         text += f"; not compared: {why}"
     else:
         text += _of_slots(candidate, baseline, replica, limits)
+    if result is GateResult.REJECTED:
+        text += _of_encoder(baseline, replica)
     counts = None
     if sequences is not None:
         asked = sequences.limit
@@ -190,3 +194,18 @@ def _of_slots(
     if replica.slots is not None and before is None and baseline.tokens:
         return "; sequences are not compared: the baseline has none"
     return ""
+
+
+def _of_encoder(baseline: Baseline, replica: Measured) -> str:
+    """The memory that an encoder of images takes and did not before, and what takes less."""
+    if baseline.encoder is None:
+        return ""
+    before = baseline.encoder
+    more = {name: mib - before.get(name, 0) for name, mib in replica.encoder.items()}
+    taken = {name: mib for name, mib in more.items() if mib > 0}
+    if not taken:
+        return ""
+    named = ", ".join(f"{name} {mib}" for name, mib in taken.items())
+    text = f"; images take {sum(taken.values())} MiB more than before ({named}): "
+    text += "" if before else "set spec.engine.modalities to [text], or "
+    return text + "lower spec.engine.maxImagePatches or maxImagesPerRequest"

@@ -18,6 +18,7 @@ from kvline_contract.launch import (
     Device,
     EngineOptions,
     GateFile,
+    Images,
     KVCacheDtype,
     LaunchConfig,
     LoadFormat,
@@ -196,6 +197,7 @@ def controller_revision(spec: ServiceSpec, revision: Revision, settings: Setting
         "image": revision.image,
         "servedName": spec.served_name,
         **({"imageNamed": True} if revision.named else {}),
+        **({"images": revision.images} if revision.images else {}),
         "podTemplate": pod_template(owner.base, spec, revision, settings),
     }
     if spec.source.download is Download.JOB:
@@ -295,7 +297,8 @@ def launch_text(spec: ServiceSpec, stored: Object, live: Object | None) -> str:
 
 
 def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
-    """The pod's launch configuration, from the revision's stored inputs."""
+    """The pod's launch configuration, from the revision's stored inputs. `data` of earlier
+    operators has no `images`: their pods serve text alone."""
     inputs = read(data["inputs"])
     model, engine = inputs["model"], inputs.get("engine", {})
     capacity = inputs.get("capacity", {})
@@ -325,6 +328,9 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             ToolCallParser(engine["toolCallParser"]) if "toolCallParser" in engine else None,
             engine.get("prefixSnapshots"),
             StateDtype(engine["stateDtype"]) if "stateDtype" in engine else None,
+            Images(data["images"]) if data.get("images") else None,
+            engine.get("maxImagesPerRequest"),
+            engine.get("maxImagePatches"),
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
         require_api_key="apiKeySecretRef" in inputs.get("access", {}),

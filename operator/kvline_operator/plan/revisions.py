@@ -2,17 +2,20 @@
 
 Two specs with equal inputs and image are the same revision. Without spec.image the image is the
 stable revision's, with spec.upgradePolicy Latest the operator's default: so a new default image
-restarts no pod unasked, and removing a wrong spec.image reverts it.
+restarts no pod unasked, and removing a wrong spec.image reverts it. Without spec.engine.modalities
+it serves images where the stable revision does: so a server that learns them restarts none either.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvline_contract.launch import Images
 from kvline_contract.names import ANNOTATION_IMAGE, revision_of
+from kvline_operator.api import modalities
 from kvline_operator.api.inputs import read
 from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import ServiceSpec, UpgradePolicy, canonical, gpus
@@ -31,11 +34,18 @@ class Revision:
     inputs_json: str
     number: int  # increases with each new revision of a service
     named: bool = False  # its image is of spec.image, not the operator's default
+    # Whether its pods serve images, as of kvline_contract.launch.Images; None: text alone
+    images: str | None = None
 
     @property
     def inputs(self) -> Object:
         """A fresh copy of its inputs."""
         return dict(json.loads(self.inputs_json))
+
+    @property
+    def settled(self) -> Object:
+        """Its inputs with what an absent spec.engine.modalities meant when it was made."""
+        return modalities.settled(self.inputs, self.images)
 
 
 def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
@@ -51,6 +61,7 @@ def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
                 inputs_json=canonical(read(data.get("inputs", {}))),
                 number=item.get("revision", 0),
                 named=bool(data.get("imageNamed")),
+                images=data.get("images"),
             )
         )
     return sorted(found, key=lambda r: r.number, reverse=True)
@@ -69,7 +80,9 @@ def wanted(
     newest_first = sorted(existing, key=lambda revision: -revision.number)
     accepted = next((r for r in newest_first if r.name == stable), None)
     ordered = [*filter(None, (accepted,)), *(r for r in newest_first if r is not accepted)]
-    same = [r for r in ordered if _same(spec, r.inputs)]
+    images = served_images(spec.inputs, existing, stable)
+    new = Revision("", "", spec.inputs_json, 0, bool(spec.image), images)
+    same = [r for r in ordered if _same(new, r)]
     image = spec.image or (default_image if spec.upgrade_policy is UpgradePolicy.LATEST else "")
     if not image:
         # Also one with another image than the stable one, of the default then, that is the newest
@@ -78,7 +91,7 @@ def wanted(
         kept = [accepted, *(r for r in newest_first if r.name in begun and not r.named)]
         if (found := next((r for r in kept if r in same), None)) is not None:
             return found
-        image = _pinned_image(spec, accepted, newest_first) or default_image
+        image = _pinned_image(new, accepted, newest_first) or default_image
     if not image:
         raise SpecError(
             f"spec.image is required: spec.resources.gpus is {spec.gpus}, and the operator was "
@@ -91,32 +104,42 @@ def wanted(
     while (name := revision_hash(spec.inputs_json, image, counter)) in taken:
         counter += 1
     number = max((revision.number for revision in existing), default=0) + 1
-    return Revision(name, image, spec.inputs_json, number, bool(spec.image))
+    return replace(new, name=name, image=image, number=number)
 
 
-def same_pods(one: Object, other: Object) -> bool:
-    """Whether revisions with these inputs differ in nothing but when they were asked for."""
-    return _without(one, ASKED) == _without(other, ASKED)
+def served_images(inputs: Object, existing: list[Revision], stable: str) -> str | None:
+    """Whether a new revision with these inputs serves images. Without the field, if the stable
+    one does, and until there is one the newest. Raises SpecError as modalities.images does."""
+    before = max(existing, key=lambda r: (r.name == stable, r.number), default=None)
+    absent = Images.IF_SERVED if before is None or before.images else None
+    return modalities.images(inputs.get("engine", {}), absent)
 
 
-def _same(spec: ServiceSpec, inputs: Object) -> bool:
-    """Whether a revision with these inputs is the spec's. Without spec.restartedAt it is, whenever
-    it was restarted: taking the field away restarts nothing."""
-    asked = spec.inputs.get("restartedAt")
-    restarted = inputs.get("restartedAt", inputs.get("restart"))
-    return same_pods(spec.inputs, inputs) and asked in (None, restarted)
+def same_pods(one: Revision, other: Revision) -> bool:
+    """Whether they differ in nothing but their images and when they were asked for."""
+    return _without(one.settled, ASKED) == _without(other.settled, ASKED)
 
 
-def _pinned_image(
-    spec: ServiceSpec, accepted: Revision | None, newest_first: list[Revision]
-) -> str:
+def _same(new: Revision, found: Revision) -> bool:
+    """Whether a revision is the spec's, of which `new` would be made. Without spec.restartedAt it
+    is, whenever it was restarted, and without spec.engine.modalities, whatever this was where it
+    serves what the absent field means: taking a field away restarts nothing."""
+    wants, has = new.inputs, found.inputs
+    asked, restarted = wants.get("restartedAt"), has.get("restartedAt", has.get("restart"))
+    is_named = "modalities" in wants.get("engine", {})
+    serves = new.images == found.images or not is_named
+    return same_pods(new, found) and serves and asked in (None, restarted)
+
+
+def _pinned_image(new: Revision, accepted: Revision | None, newest_first: list[Revision]) -> str:
     """The image of the stable revision, for the same kind of device; before there is one, of the
-    newest revision with these inputs. Empty where there is none."""
+    newest revision with the same pods. Empty where there is none."""
     if accepted is not None:
         resources = accepted.inputs.get("resources", {})
-        return accepted.image if bool(gpus(resources)) == bool(spec.gpus) else ""
+        wants = new.inputs.get("resources", {})
+        return accepted.image if bool(gpus(resources)) == bool(gpus(wants)) else ""
     unnamed = (r for r in newest_first if not r.named)
-    return next((r.image for r in unnamed if same_pods(spec.inputs, r.inputs)), "")
+    return next((r.image for r in unnamed if same_pods(new, r)), "")
 
 
 def _without(inputs: Object, keys: tuple[str, ...]) -> Object:

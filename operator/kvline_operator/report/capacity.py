@@ -116,9 +116,9 @@ def sufficient(state: ServiceState) -> Condition:
     pod, size = state.limits.lowest(sized)
     short = state.limits.short(size)
     if short is not None and short.limit.by_minimum:
-        return Condition(kind, "False", "BelowMinimum", _too_little(pod, short))
+        return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, short))
     if short is not None:
-        return Condition(kind, "False", "BelowBaseline", _too_little(pod, short))
+        return Condition(kind, "False", "BelowBaseline", _too_little(pod, size, short))
     if gate is not None and gate.phase is Phase.HELD:
         return Condition(kind, "False", "NotComparable", gate.message)
     for other, new in sized:
@@ -134,7 +134,7 @@ def sufficient(state: ServiceState) -> Condition:
     return Condition(kind, "True", "Sufficient", text)
 
 
-def _too_little(pod: PodView, short: Judged) -> str:
+def _too_little(pod: PodView, size: Measured, short: Judged) -> str:
     traffic = "it stays ready" if pod.ready else "it takes no traffic"
     by_minimum = short.limit.by_minimum
     ask = "lower that" if by_minimum else "lower spec.rollout.minCapacityPercent, promote"
@@ -143,8 +143,10 @@ def _too_little(pod: PodView, short: Judged) -> str:
         return f"{text}, or raise spec.engine.maxRunningRequests"
     host = "" if pod.on_gpu else "raise spec.resources.memory, "  # which holds no GPU's KV cache
     slots = pod.result is not None and pod.result.state_slots is not None
-    fewer = ", maxRunningRequests or prefixSnapshots" if slots else " or maxRunningRequests"
-    return f"{text}, {host}or lower spec.engine.maxPrefillTokens{fewer}"
+    fewer = ["maxPrefillTokens", "maxRunningRequests", *(["prefixSnapshots"] if slots else [])]
+    fewer += ["maxImagePatches"] if size.encoder else []
+    *others, last = fewer
+    return f"{text}, {host}or lower spec.engine.{', '.join(others)} or {last}"
 
 
 def _below_baseline(state: ServiceState) -> str:

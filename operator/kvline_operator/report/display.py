@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.codec import ContractError, decode
+from kvline_contract.counts import counted
 from kvline_contract.memory import Memory, MemoryV1
 from kvline_contract.report import SizingReport
 from kvline_operator.report.status_cache import RevisionEntry
@@ -76,6 +77,19 @@ def slots_text(sequences: int, snapshots: int, slot_bytes: int, dtype: str | Non
     kept = f" and {snapshots:,} snapshots of prefixes" if snapshots else ""
     stored = f" in {dtype}" if dtype else ""
     return f"{sequences:,} sequences at once{kept}, {slot_bytes / MIB:,.1f} MiB each{stored}"
+
+
+def images(status: Object) -> str:
+    """Bounds of images in requests; empty where text alone is served, or nothing is reported."""
+    engine = (status.get("effective") or {}).get("engine") or {}
+    return images_text(engine.get("maxImagesPerRequest"), engine.get("maxImagePatches"))
+
+
+def images_text(count: int | None, patches: int | None) -> str:
+    """Such as: 8 images a request, of 16,384 patches each at most."""
+    if count is None or patches is None:
+        return ""
+    return f"{counted(count, 'image')} a request, of {patches:,} patches each at most"
 
 
 def reported(report: SizingReport) -> Titled:

@@ -12,6 +12,7 @@ from typing import Any
 from kvline_contract.codec import camel, encode
 from kvline_contract.launch import KVCacheDtype, LoadFormat
 from kvline_contract.report import SizingReport
+from kvline_operator.api.modalities import BOUNDS, Modality
 from kvline_operator.api.spec import speculation
 from kvline_operator.plan.podspec import DRAIN_SECONDS, START_SECONDS, shared_memory
 from kvline_operator.report.service_state import ServiceState
@@ -42,6 +43,7 @@ def effective(state: ServiceState) -> Object:
             **kept,
             **_speculation(engine),
             **_states(reports),
+            **_images(reported),
         },
         "capacity": {**inputs.get("capacity", {}), **capacity, "reuse": str(spec.reuse)},
         "rollout": _fields(spec.rollout),
@@ -67,6 +69,15 @@ def _states(reports: list[SizingReport]) -> Object:
         return {}
     dtype = {"stateDtype": result.state_dtype} if result.state_dtype else {}
     return {"prefixSnapshots": result.snapshots, **dtype}
+
+
+def _images(reported: Object) -> Object:
+    """What a replica serves, which without the field depends on its model."""
+    bounds = {key: reported[key] for key in BOUNDS if key in reported}
+    if not reported:
+        return {}
+    kinds = [Modality.TEXT, Modality.IMAGE] if bounds else [Modality.TEXT]
+    return {"modalities": list(map(str, kinds)), **bounds}
 
 
 def _fields(policy: Any) -> Object:

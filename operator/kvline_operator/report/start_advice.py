@@ -235,8 +235,9 @@ START_ADVICE = (
     Advice(
         "ModelAvailable",
         ("Unsupported",),
-        "an unsupported architecture or option, or a number of GPUs that cannot share the model",
-        "the message names the reason; correct spec.model.source, or set spec.resources.gpus to a "
-        "number that it lists",
+        "an unsupported architecture or option, images of a model without an encoder for them, or "
+        "a number of GPUs that cannot share the model",
+        "the message names the reason; correct spec.model.source, set spec.engine.modalities to "
+        "[text], or spec.resources.gpus to a number that it lists",
     ),
 )

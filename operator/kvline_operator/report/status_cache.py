@@ -32,10 +32,12 @@ class RevisionEntry:
     state: RevisionState
     phase: Phase = Phase.NEW
     named: bool = False  # its image is of spec.image, not the default
+    images: str | None = None  # as a Revision's
 
     @property
     def revision(self) -> Revision:
-        return Revision(self.name, self.image, canonical(self.inputs), self.number, self.named)
+        inputs = canonical(self.inputs)
+        return Revision(self.name, self.image, inputs, self.number, self.named, self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def history(
             number=item.get("revision", 0),
             image=item["data"].get("image", ""),
             named=bool(item["data"].get("imageNamed")),
+            images=item["data"].get("images"),
             created=item["metadata"].get("creationTimestamp", ""),
             inputs=read(item["data"].get("inputs", {})),
             state=states.get(name, RevisionState()),

@@ -21,6 +21,7 @@ from kvline_contract.launch import (
     CapacityOptions,
     Device,
     EngineOptions,
+    Images,
     KVCacheDtype,
     LaunchConfig,
     LoadFormat,
@@ -141,6 +142,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="CPU: memory limit, such as 2Gi; default: the container's, or half of the free",
     )
     parser.add_argument("--threads", type=number(1, 4096), help="CPU threads of the engine")
+    _add_engine(parser)
+    parser.add_argument("--kv-tokens", type=int, help="pin the KV budget; it is still validated")
+    parser.add_argument("--headroom-mib", type=int)
+    parser.add_argument(
+        "--record", type=Path, help="records of identical replicas: skip the search, only validate"
+    )
+    parser.add_argument(
+        "--state-dir", type=Path, help="where attempts are kept for the next start after a kill"
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
@@ -163,6 +176,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "the memory, is of a gated delta rule alone; default: float32",
     )
     parser.add_argument(
+        "--images",
+        choices=[str(images) for images in Images],
+        help="requests may have images: with Required of a model that has an encoder for them and "
+        "no other, with IfServed where it has one; default: text alone",
+    )
+    parser.add_argument("--max-images-per-request", type=int, help="with --images")
+    parser.add_argument(
+        "--max-image-patches", type=int, help="with --images: larger images are resized to it"
+    )
+    parser.add_argument(
         "--speculation",
         choices=[str(method) for method in Method],
         help="draft tokens: NGram takes them from the request's own text; default: none",
@@ -171,14 +194,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--max-draft-tokens",
         type=number(1, MAX_DRAFT_TOKENS),
         help=f"of a request and step; default with --speculation: {MAX_DRAFT_TOKENS}",
-    )
-    parser.add_argument("--kv-tokens", type=int, help="pin the KV budget; it is still validated")
-    parser.add_argument("--headroom-mib", type=int)
-    parser.add_argument(
-        "--record", type=Path, help="records of identical replicas: skip the search, only validate"
-    )
-    parser.add_argument(
-        "--state-dir", type=Path, help="where attempts are kept for the next start after a kill"
     )
 
 

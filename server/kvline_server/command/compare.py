@@ -16,8 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from kvline_contract.codec import ContractError, camel, encode
-from kvline_contract.launch import Device, EngineOptions, LaunchConfig, LoadFormat
-from kvline_contract.memory import KV_CACHE, LOADED, SNAPSHOTS, STATES, Memory
+from kvline_contract.launch import Device, EngineOptions, Images, LaunchConfig, LoadFormat
+from kvline_contract.memory import (
+    ENCODER_CACHE,
+    ENCODER_WORK,
+    KV_CACHE,
+    LOADED,
+    SNAPSHOTS,
+    STATES,
+    Memory,
+)
 from kvline_contract.report import Result, SizingReport
 from kvline_server.command.size import INTERRUPTED, add_record, measure
 from kvline_server.errors import ModelUnsupported
@@ -35,11 +43,15 @@ SETTINGS = {
         camel(field.name): ("engine", camel(field.name))
         for field in fields(EngineOptions)
         # One has no single value, and no size depends on the others.
-        if field.name not in ("speculation", "default_max_tokens", "tool_call_parser")
+        if field.name not in ("speculation", "default_max_tokens", "tool_call_parser", "images")
     },
+    "modalities": ("engine", "images"),
     "gpus": ("tensorParallel",),
     "headroomMiB": ("capacity", "headroomMiB"),
 }
+# Values of the spec's `modalities`; a choice has no commas.
+MODALITIES = {"text": None, "text+image": Images.REQUIRED}
+OF_IMAGES = ("images", "maxImagesPerRequest", "maxImagePatches")
 MEMORY = "memory"  # the container's limit, which no launch file has
 WEIGHTS, UNQUANTISED = "weights", "unquantised"  # which is of random ones alone
 CONFIG = "config.json"
@@ -135,6 +147,8 @@ def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
         known = ", ".join((*SETTINGS, MEMORY, WEIGHTS))
         raise ContractError(f"expected FIELD=VALUE, of {known}; got {choice[:80]!r}")
     document: dict[str, Any] = encode(launch)
+    if field == "modalities":
+        return _with_modalities(choice, document)
     into = document
     *path, last = SETTINGS[field]
     for key in path:
@@ -146,6 +160,19 @@ def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
     except ContractError as error:
         expected = str(error).partition(": ")[2]  # without the field's place in launch.json
         raise ContractError(f"{choice[:80]}: {expected}") from None
+
+
+def _with_modalities(choice: str, document: dict[str, Any]) -> LaunchConfig:
+    """Text alone has no bounds of images."""
+    value = choice.partition("=")[2]
+    if value not in MODALITIES:
+        raise ContractError(f"{choice[:80]}: expected {' or '.join(MODALITIES)}")
+    engine, images = document["engine"], MODALITIES[value]
+    if images is None:
+        engine = {key: given for key, given in engine.items() if key not in OF_IMAGES}
+    else:
+        engine = {**engine, "images": images}
+    return LaunchConfig.parse(json.dumps({**document, "engine": engine}))
 
 
 def show(
@@ -194,6 +221,8 @@ def table(measured: list[Measured]) -> Table:
     headings = ("choice", "KV tokens", "ratio", "sequences", "weights\nMiB", "KV cache\nMiB")
     slots = any(r.result is not None and r.result.state_slots for r in (m.report for m in measured))
     headings += ("running +\nsnapshots", "states\nMiB") if slots else ()
+    images = any(map(_encoder, (m.report.result for m in measured)))
+    headings += ("encoder\nMiB",) if images else ()
     made = Table(*headings, box=None, pad_edge=False)
     for column in made.columns:
         column.no_wrap = True
@@ -214,8 +243,14 @@ def table(measured: list[Measured]) -> Table:
             f"{weights:,}",
             f"{memory.mib(KV_CACHE):,}",
             *(_slots(result, memory) if slots else ()),
+            *((f"{_encoder(result):,}",) if images else ()),
         )
     return made
+
+
+def _encoder(result: Result | None) -> int:
+    """MiB of the encoder of images beside its weights."""
+    return result.memory.mib(ENCODER_WORK) + result.memory.mib(ENCODER_CACHE) if result else 0
 
 
 def _slots(result: Result, memory: Memory) -> tuple[str, str]:

@@ -138,9 +138,13 @@ def summary(report: SizingReport, result: Result, own_length: int | None = None)
         kept = f"{result.snapshots or 0} snapshots of prefixes"
         each_state = f"{mib:.1f} MiB each in {result.state_dtype}"
         slots = f", {result.state_slots} sequences at once and {kept} of {each_state}"
+    images = ""
+    if report.effective is not None and report.effective.max_images_per_request is not None:
+        bounds = report.effective.max_images_per_request, report.effective.max_image_patches
+        images = ", at most {} images a request of {} patches each".format(*bounds)
     return (
         f"{result.kv_tokens} KV tokens ({result.bytes_per_token} bytes {each}), {sequences} full-"
-        f"length sequences of {length}{shortened}{slots}; {result.source} in "
+        f"length sequences of {length}{shortened}{slots}{images}; {result.source} in "
         f"{result.loop_ms / 1000:.1f} s, validated in attempt {tries}"
     )
 
