@@ -181,6 +181,7 @@ def start(
         draft_tokens=settings.draft_tokens,
         matchers=None if grammars is None else _matchers(grammars, settings),
         states=loaded.slots.pool(),
+        axes=bool(rank.model.rope.axes),
     )
     return engine, result
 
