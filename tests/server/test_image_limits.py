@@ -69,7 +69,9 @@ def test_a_body_with_images_takes_no_more_than_is_counted(text: str) -> None:
 def test_each_process_shares_memory_with_the_engine_where_images_are_served() -> None:
     clients = ClientLimits(pixel_bytes=64 * PAGE)
     assert share_pixels(launch_config(Path("/models")), clients, 2) == []
-    files = share_pixels(launch_config(Path("/models"), EngineOptions(images=Images.REQUIRED)), clients, 2)
+    files = share_pixels(
+        launch_config(Path("/models"), EngineOptions(images=Images.REQUIRED)), clients, 2
+    )
     assert [os.fstat(file).st_size for file in files] == [32 * PAGE, 32 * PAGE]
     command = [sys.executable, "-c", WRITER, str(files[1])]
     done = subprocess.run(
