@@ -113,7 +113,7 @@ class Pictured(Scripted):
         self.limits = ClientLimits(**limits)
         self.service.bodies.limits = self.limits
         self.store = Store(self.places, self.admission.totals, self.limits)
-        images = open_images(folder, EFFECTIVE, self.limits, self.store)
+        images = open_images(folder, self.tokens, EFFECTIVE, self.store)
         self.service.generator.images = images
 
     async def ask(self, body: dict[str, Any]) -> httpx.Response:

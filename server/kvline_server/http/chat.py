@@ -55,10 +55,12 @@ class Chat(Route[ChatRequest]):
         rendered, self.rendered = self.rendered or self.render(), None
         request, chat = self.request, self.generator.chat
         assert chat is not None
-        ids = chat.tokenise(rendered, self.limits.max_model_len)
-        if self.files and (images := self.generator.images) is not None:
-            ids, self.placed = images.expand(ids, self.files)
+        most, images = self.limits.max_model_len, self.generator.images
+        if self.files and images is not None:
+            ids, self.placed = images.tokenise(chat, rendered, most, self.files)
             self.image_tokens = sum(file.grid.tokens for file in self.files)
+        else:
+            ids = chat.tokenise(rendered, most)
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
         most = request.most() or self.limits.default_max_tokens or self.limits.max_model_len

@@ -195,9 +195,9 @@ class Edge:
 
         if self.pixels_fd is None:
             raise InvalidFrame("settings for images, without memory for their pixels")
-        limits = self.service.bodies.limits
-        store = Store(Places(self.pixels_fd), self.totals, limits)
-        self.service.generator.images = open_images(self.folder, effective, limits, store)
+        store = Store(Places(self.pixels_fd), self.totals, self.service.bodies.limits)
+        generator = self.service.generator
+        generator.images = open_images(self.folder, generator.tokens, effective, store)
 
     async def _drain(self, seconds: float) -> None:
         """Answers get `Connection: close`. For `late` seconds requests are still accepted, because

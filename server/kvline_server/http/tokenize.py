@@ -143,10 +143,9 @@ def _prepared(service: Service, body: Conversation) -> Callable[[], Ids]:
     made = chat.render(rendered(body.messages), asked(body))
 
     def tokenised() -> Ids:
-        ids = chat.tokenise(made, most)
         if files and images is not None:
-            ids, _ = images.expand(ids, files)
-        return np.array(ids, np.int32)
+            return np.array(images.tokenise(chat, made, most, files)[0], np.int32)
+        return np.array(chat.tokenise(made, most), np.int32)
 
     return tokenised
 
