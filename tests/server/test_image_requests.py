@@ -245,7 +245,7 @@ def test_a_file_that_lies_on_its_side_is_another(image_model: Path) -> None:
         for orientation, rows in ((1, 3), (6, 2), (1, 3)):
             file = saved(IMAGE, "JPEG", exif=turned(orientation))
             sent, _ = await answered(http, chat(part(file, "JPEG")))
-            assert sent.images[0].rows == rows
+            assert sent.images[0].rows == rows and sent.images[0].height == 8 * rows
 
     play(image_model, story)
 
@@ -288,6 +288,26 @@ def test_a_request_waits_for_room_and_the_next_after_it(image_model: Path) -> No
         release(http, first)
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
         await http.settled()
+
+    play(image_model, story, pages=5)
+
+
+def test_who_waits_for_much_room_is_not_overtaken(image_model: Path) -> None:
+    async def story(http: Pictured) -> None:
+        asking = [asyncio.create_task(http.ask(chat(part(LARGE))))]
+        large = await http.asked()
+        for image in (noise(64, 64, 9), IMAGE):  # the second would fit beside the first
+            asking.append(asyncio.create_task(http.ask(chat(part(image)))))
+            await asyncio.sleep(0.1)
+        assert http.submitted.empty()
+        http.send(large.id, [65])
+        release(http, large)
+        others = [await http.asked(), await http.asked()]
+        assert [other.images[0].height for other in others] == [64, 24]
+        for other in others:
+            http.send(other.id, [65])
+            release(http, other)
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
 
     play(image_model, story, pages=5)
 
