@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save(build("qwen3.5"), tmp_path_factory.mktemp("hybrid"))
     write_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def image_model(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL with a tokenizer and a chat template that writes images."""
+    import image_kit
+
+    folder = tmp_path_factory.mktemp("images")
+    source = shutil.copytree(make_model("qwen3-vl"), folder / "text")
+    write_tokenizer(source)
+    return image_kit.write(source, folder / "model")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, RequestLimits
+from kvline_server.http.image_store import Held
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.completions import CompletionRequest
 from kvline_server.http.protocol.strict import parse
@@ -61,7 +62,7 @@ class Scripted(EngineClient):
         self.finish = finish
 
     async def generate(
-        self, tokens: list[int], params: SamplingParams
+        self, tokens: list[int], params: SamplingParams, images: Held | None = None
     ) -> AsyncGenerator[list[Delta], None]:
         ids, sizes = iter(self.ids), itertools.cycle((1, 3, 1, 2))
         groups = iter(lambda: list(itertools.islice(ids, next(sizes))), [])

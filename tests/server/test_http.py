@@ -420,7 +420,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
                 }
             ]
         },
-        "image_url is not supported here; only text parts are taken",
+        "messages[0].content[0].image_url: this server takes text alone",
     ),
     (
         "H37",
@@ -429,7 +429,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
                 {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}
             ]
         },
-        "input_audio is not supported here; only text parts are taken",
+        "input_audio is not supported here; only text and image_url parts are taken",
     ),
 ]
 

@@ -80,7 +80,7 @@ def test_nested_fields_are_named_as_openai_does() -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "video_url", "video_url": {"url": "data:"}},
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
         {"type": "file", "file": {"file_id": "x"}},
         {"type": "refusal", "refusal": "no"},
@@ -92,9 +92,8 @@ def test_a_part_that_is_not_text_is_named_with_its_place(part: dict[str, Any]) -
     content = [{"type": "text", "text": "Hi"}, part]
     error = refused({**CHAT, "messages": [{"role": "user", "content": content}]})
     assert error.param == "messages[0].content[1].type"
-    assert error.message == (
-        f"{error.param}: {part['type']} is not supported here; only text parts are taken"
-    )
+    taken = "only text and image_url parts are taken"
+    assert error.message == f"{error.param}: {part['type']} is not supported here; {taken}"
     assert error.code == "unsupported_value"
 
 

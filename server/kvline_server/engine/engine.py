@@ -70,14 +70,16 @@ class Engine:
         matchers: Matchers | None = None,
         states: StatePool | None = None,
         encoding: Encoding | None = None,
+        axes: bool = False,
     ) -> None:
         """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit.
         `draft_tokens` of a decode, at most. Without `matchers` sequences with a grammar fail.
-        `states` of a model with recurrent layers, `encoding` of one that sees images."""
+        `states` of a model with recurrent layers, `encoding` of one that sees images; `axes`:
+        whether their positions differ by axis."""
         self.executor = executor
         self.caches = Caches(executor.windows, executor.pages, max_step_tokens, states)
         self.speculation = Speculation(draft_tokens) if draft_tokens else None
-        self.encoding = encoding
+        self.encoding, self.axes = encoding, axes
         self.scheduler = Scheduler(
             self.caches,
             max_running,

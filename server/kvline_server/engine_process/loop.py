@@ -20,6 +20,7 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
+from kvline_server.engine_process.images import pictures
 from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.outbox import Outbox
 from kvline_server.engine_process.pulse import pulse
@@ -41,7 +42,9 @@ from kvline_server.ipc.messages import (
     PackedScores,
     Progress,
     PromptScores,
+    Released,
 )
+from kvline_server.ipc.pixels import SharedPixels
 from kvline_server.memory import device_errors
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.options.arguments import EngineArguments
@@ -61,6 +64,11 @@ class EngineProcess:
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
         self.clients: dict[int, Channel] = {}  # by sequence id, unique over the HTTP processes
+        self.pixels: dict[Channel, SharedPixels] = {}
+        if arguments.pixel_fds:
+            shared = map(SharedPixels, arguments.pixel_fds)
+            self.pixels.update(zip(self.http, shared, strict=True))
+        self.readers: dict[int, Channel] = {}  # whose pixels sequences read, by their id
         self.beat_at = 0.0
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -103,15 +111,21 @@ class EngineProcess:
             if isinstance(message, messages.Submit) and client is not None:
                 self.clients[message.id] = client
                 self.prompt_tokens += len(message.tokens)
-                engine.submit(message.id, message.tokens, message.params)
+                images = None
+                if message.images:
+                    images = pictures(message, self.pixels.get(client), engine.axes)
+                    self.readers[message.id] = client
+                engine.submit(message.id, message.tokens, message.params, images)
             elif isinstance(message, messages.Abort):
                 self.clients.pop(message.id, None)
                 engine.abort(message.id)
+                self._release([message.id])
 
     def _publish(self, outputs: list[Output]) -> None:
         """One frame per client for all its requests, after frames of the prompt logprobs: those of
         a long prompt are larger than one frame may be."""
         frames: dict[Channel, list[Delta]] = {}
+        ended: list[int] = []
         for output in outputs:
             self.output_tokens += len(output.tokens)
             client = self.clients.get(output.sequence.id)
@@ -119,12 +133,20 @@ class EngineProcess:
                 continue
             if output.finish is not None:
                 del self.clients[output.sequence.id]
+                ended.append(output.sequence.id)
             if output.prompt_scores is not None:
                 for part in parts(output.prompt_scores):
                     _send(client, PromptScores(output.sequence.id, part))
             frames.setdefault(client, []).append(_delta(output))
         for client, deltas in frames.items():
             _send(client, Deltas(deltas))
+        self._release(ended)
+
+    def _release(self, ids: list[int]) -> None:
+        """Tells whose pixels they read that they no longer do: what is encoded now was copied."""
+        for id in ids:
+            if (client := self.readers.pop(id, None)) is not None:
+                _send(client, Released([id]))
 
     def _beat(self, engine: Engine) -> None:
         now = time.monotonic()

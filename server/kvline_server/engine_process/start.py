@@ -187,6 +187,7 @@ def start(
         matchers=None if grammars is None else _matchers(grammars, settings),
         states=loaded.slots.pool(),
         encoding=_encoding(loaded, settings),
+        axes=bool(rank.model.rope.axes),
     )
     return engine, result
 

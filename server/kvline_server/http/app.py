@@ -120,7 +120,7 @@ async def _generate(
         stops = work.request.stops()
         answers = await unless_gone(
             request,
-            service.generator.answers(jobs, stops, work.arrived, room, work.reading),
+            service.generator.answers(jobs, stops, work.arrived, room, work.reading, work.images),
         )
         return await respond(lambda: work.response(answers), stack, headers)
 

@@ -53,10 +53,11 @@ class Body:
         self.all = bodies
         self.held = 0  # bytes
 
-    async def read(self, request: Request) -> bytearray:
+    async def read(self, request: Request, most: int = MAX_BODY_BYTES) -> bytearray:
+        """Of at most so many bytes."""
         declared = request.headers.get("content-length", "0")
-        if int(declared) > MAX_BODY_BYTES:
-            raise TooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+        if int(declared) > most:
+            raise TooLarge(f"the body is larger than {most} bytes")
         now, limits = asyncio.get_running_loop().time, self.all.limits
         end = now() + limits.body
         body = bytearray()
@@ -64,13 +65,19 @@ class Body:
             async with asyncio.timeout_at(min(now() + limits.body_pause, end)) as patience:
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > MAX_BODY_BYTES:
-                        raise TooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+                    if len(body) > most:
+                        raise TooLarge(f"the body is larger than {most} bytes")
                     self._hold(max(0, len(body) - FREE_BYTES) - self.held)
                     patience.reschedule(min(now() + limits.body_pause, end))
         except TimeoutError:
             raise TimedOut("the body of the request did not come in time") from None
         return body
+
+    def give(self, nbytes: int) -> None:
+        """What the request no longer keeps of it."""
+        nbytes = min(nbytes, self.held)
+        self.all.totals.give((BODY_BYTES, nbytes))
+        self.held -= nbytes
 
     def _hold(self, grown: int) -> None:
         if not grown:
@@ -80,14 +87,14 @@ class Body:
         self.held += grown
 
 
-async def read_json(request: Request, body: Body) -> bytearray:
+async def read_json(request: Request, body: Body, most: int = MAX_BODY_BYTES) -> bytearray:
     """The bytes of a body that should be JSON; raises an ApiError that says what is wrong."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise UnsupportedType("Content-Type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedType("Content-Encoding is not supported")
-    return await body.read(request)
+    return await body.read(request, most)
 
 
 def count_values(raw: bytes | bytearray, most: int) -> int:

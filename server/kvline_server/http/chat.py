@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvline_server.http import image_parts
 from kvline_server.http.answering import Answering
 from kvline_server.http.chat_tokens import Rendered
 from kvline_server.http.completions import prompt_logprobs, seeded
@@ -23,12 +24,18 @@ from kvline_server.http.scores import unpack
 from kvline_server.ipc.messages import PackedScores
 from kvline_server.ipc.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from kvline_server.http.images import File
+    from kvline_server.images.positions import Placed
+
 
 class Chat(Route[ChatRequest]):
     chunk_kind, id_prefix = "chat.completion.chunk", "chatcmpl-"
 
     model: Answering  # as it answers; known once the messages are rendered
     rendered: Rendered | None = None
+    files: Sequence[File] = ()  # of its images, until these are decoded
+    placed: Sequence[Placed] = ()  # their tokens, in the prompt
 
     def render(self) -> Rendered:
         """Runs off the event loop. Raises BadRequest."""
@@ -36,6 +43,7 @@ class Chat(Route[ChatRequest]):
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request, chat = self.request, self.generator.chat
         self.model = chat.answering
+        self.files = image_parts.read(request.messages, self.generator.images)
         self.rendered = chat.render(rendered(request.messages), asked(request))
         self.reading = reading(request, self.model, self.rendered[0])
         request.messages, request.documents, request.tools = [], None, None  # they take memory
@@ -47,7 +55,12 @@ class Chat(Route[ChatRequest]):
         rendered, self.rendered = self.rendered or self.render(), None
         request, chat = self.request, self.generator.chat
         assert chat is not None
-        ids = chat.tokenise(rendered, self.limits.max_model_len)
+        most, images = self.limits.max_model_len, self.generator.images
+        if self.files and images is not None:
+            ids, self.placed = images.tokenise(chat, rendered, most, self.files)
+            self.image_tokens = sum(file.grid.tokens for file in self.files)
+        else:
+            ids = chat.tokenise(rendered, most)
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
         most = request.most() or self.limits.default_max_tokens or self.limits.max_model_len

@@ -41,7 +41,7 @@ class _Conversation:
 
     def messages(self, messages: list[ChatMessage]) -> Iterator[Object]:
         for index, message in enumerate(messages):
-            made: Object = {"role": message.role, "content": message.text()}
+            made: Object = {"role": message.role, "content": message.shown()}
             if message.name is not None:
                 made["name"] = message.name
             if message.tool_call_id is not None:

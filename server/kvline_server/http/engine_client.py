@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from kvline_server.http.errors import ApiError, EngineFailed, GrammarFailed, NotRead
 from kvline_server.http.shared_prompts import SharedPrompts
@@ -19,9 +20,13 @@ from kvline_server.ipc.messages import (
     Deltas,
     PackedScores,
     PromptScores,
+    Released,
     Submit,
 )
 from kvline_server.ipc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvline_server.http.image_store import Held
 
 ENDED = "the engine ended while it worked on this request"
 
@@ -77,6 +82,7 @@ class EngineClient:
         self._ids = itertools.count(1) if ids is None else ids
         self._prompts = SharedPrompts()
         self._received: dict[int, Received] = {}
+        self._reads: dict[int, Callable[[], None]] = {}  # to call when it reads no pixels
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ended: ApiError | None = None
@@ -91,18 +97,19 @@ class EngineClient:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def generate(
-        self, tokens: list[int], params: SamplingParams
+        self, tokens: list[int], params: SamplingParams, images: Held | None = None
     ) -> AsyncGenerator[list[Delta], None]:
-        """Deltas until the sequence finishes. Leaving early aborts it in the engine."""
+        """Deltas until the sequence finishes. Leaving early aborts it in the engine, which may read
+        pixels of `images` for a moment more."""
         with self._prompts.share(tokens) as shared:
             params = await shared.params(tokens, params)
-            async with aclosing(self._follow(tokens, params)) as batches:
+            async with aclosing(self._follow(tokens, params, images)) as batches:
                 async for deltas in batches:
                     shared.receive(deltas)
                     yield deltas
 
     async def _follow(
-        self, tokens: list[int], params: SamplingParams
+        self, tokens: list[int], params: SamplingParams, images: Held | None
     ) -> AsyncGenerator[list[Delta], None]:
         if self._writer is None or self._ended is not None:
             raise self._ended or EngineFailed("the engine has ended")
@@ -110,7 +117,10 @@ class EngineClient:
         received = self._received[id] = Received()
         finished = False
         try:
-            self._writer.write(messages.encode(Submit(id, tokens, params)))
+            sent = [] if images is None else images.sent
+            if images is not None:
+                self._reads[id] = images.read()
+            self._writer.write(messages.encode(Submit(id, tokens, params, sent)))
             while not finished:
                 items = await received.take()
                 known = [item for item in items if isinstance(item, Delta)]
@@ -148,6 +158,9 @@ class EngineClient:
                     self._dispatch(message)
                 elif isinstance(message, PromptScores) and message.id in self._received:
                     self._received[message.id].prompt_scores.append(message.scores)
+                elif isinstance(message, Released):
+                    for id in message.ids:
+                        self._reads.pop(id)()
         except (asyncio.IncompleteReadError, OSError):
             self.why_lost = "the engine closed its connection to the HTTP process"
         except Exception as error:

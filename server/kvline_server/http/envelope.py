@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ from kvline_server.http.pieces import Answer, Piece
 from kvline_server.http.protocol.generation import GenerationRequest, StreamOptions
 from kvline_server.http.reading import Reading
 from kvline_server.ipc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvline_server.http.image_store import Held
 
 Request = TypeVar("Request", bound=GenerationRequest)
 NO_OPTIONS = StreamOptions()
@@ -42,6 +45,8 @@ class Route(ABC, Generic[Request]):
     created: int = field(init=False, default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(init=False, default_factory=list)
     reading: Reading | None = field(init=False, default=None)  # None: answers are text
+    images: Held | None = field(init=False, default=None)
+    image_tokens: int = field(init=False, default=0)  # of the prompt
 
     @property
     def held(self) -> int:
@@ -65,7 +70,8 @@ class Route(ABC, Generic[Request]):
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent chunks of one choice; adds its usage to `chunks.totals`."""
         stops, first = self.request.stops(), True
-        pieces = self.generator.follow(prompt, params, stops, self.arrived, self.reading)
+        given = stops, self.arrived, self.reading, self.images
+        pieces = self.generator.follow(prompt, params, *given)
         async with aclosing(pieces):
             async for piece in pieces:
                 chunks.totals[index].count(piece)
@@ -87,7 +93,8 @@ class Route(ABC, Generic[Request]):
 def whole(
     work: Route[Any], kind: str, choices: list[dict[str, Any]], answers: list[Answer]
 ) -> dict[str, Any]:
-    return {**_fields(work, kind, choices), "usage": usage(work.prompts, answers)}
+    used = usage(work.prompts, answers, work.image_tokens)
+    return {**_fields(work, kind, choices), "usage": used}
 
 
 class Chunks:
@@ -146,7 +153,7 @@ class Chunks:
         return self._head + self._usage()
 
     def _usage(self) -> bytes:
-        counted = usage(self._work.prompts, self.totals)
+        counted = usage(self._work.prompts, self.totals, self._work.image_tokens)
         return b'],"usage":' + msgspec.json.encode(counted) + b"}\n\n"
 
 
@@ -180,17 +187,18 @@ def _fields(work: Route[Any], kind: str, choices: list[dict[str, Any]]) -> dict[
     }
 
 
-def usage(prompts: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
+def usage(prompts: list[list[int]], answers: list[Answer], image_tokens: int = 0) -> dict[str, Any]:
     """A prompt counts once, however many choices it has. Its cached tokens count once too: the
     fewest of its choices, so tokens that no choice had to compute."""
     n = len(answers) // len(prompts)
     prompt = sum(len(p) for p in prompts)
     output = sum(a.tokens for a in answers)
     cached = sum(min(a.cached for a in answers[i : i + n]) for i in range(0, len(answers), n))
+    of_images = {"image_tokens": image_tokens} if image_tokens else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **of_images},
         "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning for a in answers)},
     }

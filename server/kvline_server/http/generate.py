@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvline_server.http.admission import Room
 from kvline_server.http.chat_tokens import ChatTokens
@@ -24,6 +25,10 @@ from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.ipc.messages import Delta
 from kvline_server.ipc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvline_server.http.image_store import Held
+    from kvline_server.http.images import Images
 
 # One chunk of an answer has at most so many tokens, and so many with their alternatives: those that
 # wait for a client are small.
@@ -61,6 +66,7 @@ class Generator:
         self.tokens = tokens
         self.chat = chat
         self.traces = traces
+        self.images: Images | None = None  # None: text alone is taken
 
     async def follow(
         self,
@@ -69,9 +75,11 @@ class Generator:
         stops: list[str],
         arrived: float,
         reading: Reading | None = None,
+        images: Held | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Yields pieces until the end; closing the generator early aborts the sequence. `arrived`:
-        when its request had come, by time.monotonic; `reading`: None where all is text."""
+        when its request had come, by time.monotonic; `reading`: None where all is text; `images` of
+        the prompt."""
         latencies, first = self.engine.latencies, True
         writing = Writing(self.tokens, params, stops, reading)
         most = min(MOST, max(1, MOST_SCORED // (1 + (params.logprobs or 0))))
@@ -81,7 +89,8 @@ class Generator:
             trace = self.traces.sequence(len(prompt))
             if trace is not None:
                 stack.callback(trace.end)
-            deltas = await stack.enter_async_context(aclosing(self.engine.generate(prompt, params)))
+            made = self.engine.generate(prompt, params, images)
+            deltas = await stack.enter_async_context(aclosing(made))
             async for batch in deltas:
                 if first:
                     first = False
@@ -111,9 +120,10 @@ class Generator:
         arrived: float,
         room: Room,
         reading: Reading | None,
+        images: Held | None,
     ) -> Answer:
         out = Answer()
-        async with aclosing(self.follow(prompt, params, stops, arrived, reading)) as pieces:
+        async with aclosing(self.follow(prompt, params, stops, arrived, reading, images)) as pieces:
             async for piece in pieces:
                 room.hold(held_outputs(piece.scores))
                 out.add(piece)
@@ -126,13 +136,14 @@ class Generator:
         arrived: float,
         room: Room,
         reading: Reading | None = None,
+        images: Held | None = None,
     ) -> list[Answer]:
         """All answers of a request at once, with room for their scores; one failure ends the
         others."""
+        shared = stops, arrived, room, reading, images
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.answer(prompt, params, stops, arrived, room, reading))
-                for prompt, params in jobs
+                group.create_task(self.answer(prompt, params, *shared)) for prompt, params in jobs
             ]
         return [task.result() for task in tasks]
 

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from kvline_server.http.admission import Room
-from kvline_server.http.body import parse_object, read_json
+from kvline_server.http.body import MAX_BODY_BYTES, Body, parse_object, read_json
 from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.envelope import Route
@@ -44,9 +44,9 @@ async def plan(
         service.generator.traces.request(f"POST {request.url.path}", request.headers)
     )
     stack.enter_context(service.admission.request())
-    raw = await read_json(request, stack.enter_context(service.bodies.hold()))
+    renders, body = issubclass(route, Chat), stack.enter_context(service.bodies.hold())
+    raw = await read_json(request, body, _largest(service) if renders else MAX_BODY_BYTES)
     arrived = time.monotonic()
-    renders = issubclass(route, Chat)
     async with service.rendering if renders else nullcontext():
         turn = service.bodies.turn(len(raw))
         async with turn:
@@ -75,7 +75,26 @@ async def plan(
             waits = compiled(service.compiler, guarantee)
             key = stack.enter_context(await unless_gone(request, waits))
             jobs = [(prompt, msgspec.structs.replace(made, grammar=key)) for prompt, made in jobs]
+        if isinstance(work, Chat) and work.files:
+            await _decode(service, request, stack, work, body)
     return work, jobs, room
+
+
+def _largest(service: Service) -> int:
+    """Bytes of a chat's body."""
+    taken = service.generator.images is not None
+    return service.bodies.limits.image_body_bytes if taken else MAX_BODY_BYTES
+
+
+async def _decode(
+    service: Service, request: Request, stack: ExitStack, work: Chat, body: Body
+) -> None:
+    """Has the images of an admitted request decoded; its files are no longer kept."""
+    assert service.generator.images is not None
+    held = stack.enter_context(service.generator.images.store.request())
+    await unless_gone(request, held.place(work.files, work.placed))
+    body.give(sum(file.url_bytes for file in work.files))
+    work.files, work.images = (), held
 
 
 def _guarantee(work: Route[Any]) -> Guarantee | None:

@@ -25,6 +25,7 @@ import uvicorn
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
+from kvline_contract.report import Effective
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_server.errors import ConfigInvalid, EngineConnectionLost, InvalidFrame, ServerError
 from kvline_server.grammars.compiler import Compiler
@@ -44,6 +45,7 @@ from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.ipc import messages
 from kvline_server.ipc.messages import COUNTS, Drain, EdgeBeat, Progress, Serve
+from kvline_server.ipc.pixels import Places
 from kvline_server.ipc.totals import Totals
 from kvline_server.model.config import read_config
 from kvline_server.options.arguments import HttpArguments
@@ -84,8 +86,9 @@ class Edge:
         tokens = open_tokens(folder, edge.longest_text(context))
         parser = launch.engine.tool_call_parser
         chat = open_chat(folder, tokens, min(edge.parsing, MOST_RENDERERS), parser)
+        self.folder, self.pixels_fd = folder, arguments.pixels_fd
         self.warning = _not_served(tokens, chat) if arguments.index == 0 else ""
-        totals = Totals(arguments.totals_fd)
+        self.totals = totals = Totals(arguments.totals_fd)
         ids = itertools.count(1 + arguments.index, arguments.processes)
         self.client = EngineClient(edge.unread_tokens, ids)
         self.connections = Connections(edge)
@@ -173,6 +176,8 @@ class Edge:
         _, (engine,), *_ = socket.recv_fds(self.handover, 1, 1)
         effective, admission = message.effective, self.service.admission
         await self.client.connect(socket.socket(fileno=engine), effective.page_size)
+        if effective.max_images_per_request is not None:
+            self._take_images(effective)
         admission.open(effective.max_running_requests, message.kv_tokens)
         self.service.limits = replace(
             self.service.limits,
@@ -182,6 +187,17 @@ class Edge:
             max_sequence_tokens=message.sequence_tokens,
         )
         self._tell_parent()
+
+    def _take_images(self, effective: Effective) -> None:
+        # A server of text alone has no decoder in its memory.
+        from kvline_server.http.image_store import Store
+        from kvline_server.http.images import open_images
+
+        if self.pixels_fd is None:
+            raise InvalidFrame("settings for images, without memory for their pixels")
+        store = Store(Places(self.pixels_fd), self.totals, self.service.bodies.limits)
+        generator = self.service.generator
+        generator.images = open_images(self.folder, generator.tokens, effective, store)
 
     async def _drain(self, seconds: float) -> None:
         """Answers get `Connection: close`. For `late` seconds requests are still accepted, because

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvline_server.http import image_parts
 from kvline_server.http.anthropic_request import to_chat
 from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.conversation import asked, rendered
@@ -137,8 +138,16 @@ def _prepared(service: Service, body: Conversation) -> Callable[[], Ids]:
     most, chat = service.limits.max_model_len, service.generator.chat
     if chat is None:
         raise BadRequest("this model has no tokenizer")
+    images = service.generator.images
+    files = image_parts.read(body.messages, images)
     made = chat.render(rendered(body.messages), asked(body))
-    return lambda: np.array(chat.tokenise(made, most), np.int32)
+
+    def tokenised() -> Ids:
+        if files and images is not None:
+            return np.array(images.tokenise(chat, made, most, files)[0], np.int32)
+        return np.array(chat.tokenise(made, most), np.int32)
+
+    return tokenised
 
 
 def _check_ids(service: Service, ids: list[int]) -> Tokens:

@@ -104,7 +104,7 @@ async def _pieces(
 ) -> AsyncGenerator[Iterable[Sent], None]:
     [(prompt, params)] = jobs
     total, stops = Answer(), work.request.stops()
-    pieces = work.generator.follow(prompt, params, stops, work.arrived, work.reading)
+    pieces = work.generator.follow(prompt, params, stops, work.arrived, work.reading, work.images)
     async with aclosing(pieces):
         async for piece in pieces:
             total.count(piece)

@@ -31,14 +31,37 @@ from kvline_server.ipc.histogram import Latencies
 from kvline_server.ipc.sampling_params import SamplingParams
 
 
+class SentImage(msgspec.Struct, array_like=True):
+    """Where a prompt has the tokens of an image, and the shared memory its pixels (pixels.py)."""
+
+    start: int  # of its first token, in the prompt
+    rows: int  # of tokens
+    columns: int
+    digest: bytes  # of the pixels and their shape
+    offset: int  # in the memory, which has 3 bytes for each pixel
+    height: int  # in pixels
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+
 class Submit(msgspec.Struct, tag="submit", array_like=True):
     id: int
     tokens: list[int]
     params: SamplingParams
+    images: list[SentImage] = []  # in the order of their tokens
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
     id: int
+
+
+class Released(msgspec.Struct, tag="released", array_like=True):
+    """Engine to HTTP: it no longer reads the pixels of these sequences' images."""
+
+    ids: list[int]
 
 
 class PackedScores(msgspec.Struct, array_like=True):
@@ -241,6 +264,7 @@ class GrammarsReady(msgspec.Struct, tag="grammars", array_like=True):
 Message = (
     Submit
     | Abort
+    | Released
     | PromptScores
     | Deltas
     | Beat

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SEQUENCES, TOKENS, SCORE_BYTES, BODY_BYTES = KINDS = range(4)
+SEQUENCES, TOKENS, SCORE_BYTES, BODY_BYTES, DECODE_BYTES = KINDS = range(5)
 SIZE = 8 * len(KINDS)
 
 

@@ -34,6 +34,7 @@ class HttpArguments(ChildArguments, kw_only=True):
     index: int  # of this process
     processes: int
     grammars: Path | None = None  # socket of the process that compiles them
+    pixels_fd: int | None = None  # its memory for images' pixels; None: text alone is served
 
 
 class GrammarService(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ class EngineArguments(ChildArguments, kw_only=True):
     ranks: SharedByRanks | None = None  # None: one rank
     rank_fds: list[int] = []  # sockets, one to each other rank, in their order
     grammars: GrammarService | None = None  # None: no request follows one
+    pixel_fds: list[int] = []  # of each HTTP process, in their order; none: text alone is served
 
 
 class RankArguments(ChildArguments, kw_only=True):

@@ -20,6 +20,9 @@ SMALL_MOST = {
     "head_bytes": 16 << 10,
     "pipeline": 4,
     "unread_tokens": 128,
+    "image_body_bytes": 4 << 20,
+    "decode_bytes": 128 << 20,
+    "pixel_bytes": 64 << 20,
 }
 CPU_MOST = {**SMALL_MOST, "text_bytes": 128 << 10, "most_text_bytes": 256 << 10}
 # Below it a container with a GPU has the CPU's limits for clients: at a GPU's they may take about
@@ -29,6 +32,10 @@ LARGE_HOST = 12 << 30
 # measures them (docs/decisions/025): for a byte of text while it is tokenised, for a token with its
 # logprobs that waits for a client, and for bodies, heads and prompts with logprobs.
 PER_TEXT_BYTE, PER_UNREAD_TOKEN, OTHER = 176, 1344, 37 << 20
+# For a byte of a body with images: 13 while it is parsed, where a character beyond the first 65,536
+# makes all of them take 4 bytes, and an escape has it checked for halves of surrogate pairs; then
+# its files, twice while they lose what is no pixels.
+PER_IMAGE_BODY_BYTE = 15
 # For each token of the KV cache: prompts of several times its size are admitted, as Python ints,
 # with as many offsets where they are echoed; and the engine has a copy of its own.
 QUEUED_BYTES, ENGINE_QUEUED_BYTES = (1 + QUEUE_FACTOR) * 80, (1 + QUEUE_FACTOR) * 40
@@ -61,6 +68,12 @@ class ClientLimits:
     linger_bytes: int = 8 << 20  # clients such as Python's send a whole body before they read
     late: float = 5.0  # at the start of a drain, while idle connections may still send requests
     sweep: float = 1.0
+    # Where images are served: of a body, which has them in base64; of all decodes under way; and of
+    # all resized pixels that the engine may still read.
+    image_body_bytes: int = 32 << 20
+    decode_bytes: int = 1 << 30
+    pixel_bytes: int = 512 << 20
+    image_wait: float = 20.0  # how long a request waits for either
 
     def on(self, device: Device, memory: int | None = None) -> ClientLimits:
         """On the CPU clients share the container's memory with the KV cache. A container with a GPU
@@ -76,10 +89,22 @@ class ClientLimits:
         return min(max(self.text_bytes, self.token_bytes * context), self.most_text_bytes)
 
     def of_each(self, processes: int) -> ClientLimits:
-        """Of each of so many HTTP processes. Connections and turns to tokenise are divided; bytes
-        in all are not, because the processes count them together."""
-        divided = {name: getattr(self, name) for name in ("connections", "parsing", "small")}
+        """Of each of so many HTTP processes. Connections, turns to tokenise and the memory for
+        pixels are divided; other bytes in all are not, because the processes count them together.
+        """
+        names = ("connections", "parsing", "small", "pixel_bytes")
+        divided = {name: getattr(self, name) for name in names}
         return replace(self, **{name: max(1, n // processes) for name, n in divided.items()})
+
+    def image_file_bytes(self) -> int:
+        """Of a file that fits a body in base64, beside as many texts as a small body has."""
+        return (self.image_body_bytes - FREE_BYTES) // 4 * 3
+
+    def image_memory(self, processes: int = 1) -> int:
+        """Bytes of images, beside `memory`, where these are served: bodies while they are parsed,
+        decodes, and pixels."""
+        bodies = processes * self.of_each(processes).parsing * self.image_body_bytes
+        return bodies * PER_IMAGE_BODY_BYTE + self.decode_bytes + self.pixel_bytes
 
     def memory(self, context: int, running: int, processes: int = 1) -> int:
         """Bytes that clients may make so many HTTP processes hold at once, beside QUEUED_BYTES."""

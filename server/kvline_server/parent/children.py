@@ -10,14 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvline_contract import listening
+from kvline_contract.launch import LaunchConfig
 from kvline_server.errors import InvalidFrame
-from kvline_server.ipc import totals
+from kvline_server.ipc import pixels, totals
 from kvline_server.ipc.messages import Channel, Message
 from kvline_server.options.arguments import (
     ChildArguments,
@@ -114,13 +115,24 @@ def listen(host: str, port: int, processes: int) -> list[socket.socket]:
     return [listening.listen(host, port, reuse_port=True) for _ in range(processes)]
 
 
+def share_pixels(launch: LaunchConfig, clients: ClientLimits, processes: int) -> list[int]:
+    """Memory for images' pixels that each of so many HTTP processes shares with the engine, also
+    with one that is started again; none where text alone is served."""
+    if launch.engine.images is None:
+        return []
+    nbytes = clients.of_each(processes).pixel_bytes
+    return [pixels.create(nbytes) for _ in range(processes)]
+
+
 def start_http(
     options: Options,
     clients: ClientLimits,
     listeners: list[socket.socket],
     grammars: GrammarService,
+    pixel_fds: Sequence[int] = (),
 ) -> list[Child]:
-    """A process for each listener; they share one count of what clients hold."""
+    """A process for each listener; they share one count of what clients hold. `pixel_fds`: of each
+    process, or none."""
     counted, processes = totals.create(), len(listeners)
     options = replace(options, clients=clients.of_each(processes))
 
@@ -135,9 +147,10 @@ def start_http(
                 index=index,
                 processes=processes,
                 grammars=grammars.path,
+                pixels_fd=pixel_fds[index] if pixel_fds else None,
             )
 
-        fds = (listener.fileno(), counted)
+        fds = (listener.fileno(), counted, *pixel_fds[index : index + 1])
         return _spawn("kvline_server.http.process", make, HTTP_MALLOC, fds)
 
     started = [start(index, listener) for index, listener in enumerate(listeners)]
@@ -177,9 +190,10 @@ def start_engine(
     ranks: int = 1,
     folder: Path | None = None,
     grammars: GrammarService | None = None,
+    pixel_fds: Sequence[int] = (),
 ) -> list[Child]:
     """A process for each rank, in their order. Several meet in `folder`, each has a socket to rank
-    0, and they share memory for steps."""
+    0, and they share memory for steps. `pixel_fds`: of each HTTP process, or none."""
     with ExitStack() as passed:
         pairs = [socket.socketpair() for _ in range(1, ranks)]
         for end in itertools.chain(*pairs):
@@ -199,10 +213,11 @@ def start_engine(
                 ranks=shared,
                 rank_fds=fds,
                 grammars=grammars,
+                pixel_fds=list(pixel_fds),
             )
 
         every = (*fds, shared.steps_fd) if shared is not None else ()
-        every += () if grammars is None else (grammars.rows_fd,)
+        every += (*(() if grammars is None else (grammars.rows_fd,)), *pixel_fds)
         started = [
             _spawn("kvline_server.engine_process", engine, ENGINE_MALLOC, every, http_processes)
         ]

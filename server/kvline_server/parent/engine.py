@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,12 +89,14 @@ class EngineProcesses:
         ranks: int,
         handle: Callable[[int, Message], None],
         grammars: GrammarService | None = None,
+        pixel_fds: Sequence[int] = (),
     ) -> None:
         """Starts them. `handle` gets each message that is not about a rank's end, with the rank."""
         self.folder: Path | None = None
         if ranks > 1:
             self.folder = meeting_folder(options.state_dir)
-        self.ranks = start_engine(options, http_processes, ranks, self.folder, grammars)
+        shared = grammars, pixel_fds
+        self.ranks = start_engine(options, http_processes, ranks, self.folder, *shared)
         self._handle = handle
         self._reported: list[tuple[int, Termination]] = []
         self._step_failed = ""

@@ -46,7 +46,7 @@ from kvline_server.options.grammars import grammar_bounds
 from kvline_server.options.options import Options
 from kvline_server.parent import stalls
 from kvline_server.parent.causes import Causes
-from kvline_server.parent.children import Child, hear_last_words, listen, start_http
+from kvline_server.parent.children import Child, hear_last_words, listen, share_pixels, start_http
 from kvline_server.parent.cpus import cpus, http_processes
 from kvline_server.parent.drain import END_SECONDS, MOST_END_SECONDS, DrainState
 from kvline_server.parent.engine import EngineProcesses
@@ -71,6 +71,7 @@ class Supervisor:
         self.served, self.device = launch.model.served_name, launch.device
         self.clients = self._clients()
         self.processes = options.http_processes or http_processes(self.clients, cpus())
+        self.pixel_fds = share_pixels(launch, self.clients, self.processes)
         self.health = Health(options, self.keeper, self.served, self.processes)
         self.starting = Quiet(lambda: self.keeper.changed_at)
         self.grammars: GrammarProcess | None = None
@@ -90,7 +91,8 @@ class Supervisor:
             listeners = self._open_ports()
             bounds = grammar_bounds(self.device, container_limit())
             self.grammars = grammars = GrammarProcess(self.options, bounds, log)
-            self.http = start_http(self.options, self.clients, listeners, grammars.service)
+            shared = grammars.service, self.pixel_fds
+            self.http = start_http(self.options, self.clients, listeners, *shared)
             for index, child in enumerate(self.http):
                 child.follow(partial(self._from_http, index))
                 listeners[index].close()  # only its process keeps it open
@@ -243,7 +245,7 @@ class Supervisor:
         options = self._with_memory()
         service = self.grammars.service if self.grammars is not None else None
         self.engine = EngineProcesses(
-            options, self.processes, self.ranks, self._from_engine, service
+            options, self.processes, self.ranks, self._from_engine, service, self.pixel_fds
         )
 
     def _with_memory(self) -> Options:

@@ -32,7 +32,7 @@ class Encoder:
         Worker.launch does."""
         with device_errors.translated("encode"):
             (self._rows,) = self.kernels.upload(rows)
-            own = [torch.from_numpy(each).to(self.kernels.device) for each in images]
+            own = [torch.tensor(each, device=self.kernels.device) for each in images]
             self._pass = self.tower.begin(self.kernels, own, self.normalisation)
 
     @torch.inference_mode()

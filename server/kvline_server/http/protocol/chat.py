@@ -65,6 +65,8 @@ class Conversation(Strict):
     def _one_end(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("add_generation_prompt: not together with continue_final_message")
+        if self.continue_final_message and not isinstance(self.messages[-1].shown(), str):
+            raise ValueError("continue_final_message: not of a message with images")
         return self
 
     def generation_prompt(self) -> bool:

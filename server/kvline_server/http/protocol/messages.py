@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from kvline_server.http import neutral
 from kvline_server.http.protocol.strict import WHOLE, CacheControl, Strict, kind_of
 from kvline_server.http.validation import UnsupportedValue
 
 MAX_CALLS = 128  # of one message
-OTHER_PARTS = {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"}
+OTHER_PARTS = {"input_audio", "file", "refusal", "video_url", "audio_url"}
 
 Name = Annotated[str, Field(max_length=128)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -28,8 +28,30 @@ class TextPart(Strict):
         """Before its fields, of which each kind of part has others."""
         if (kind := kind_of(value)) not in (None, "text"):
             what = kind if kind in OTHER_PARTS else "this kind of part"
-            raise UnsupportedValue(f"type: {what} is not supported here; only text parts are taken")
+            taken = "only text and image_url parts are taken"
+            raise UnsupportedValue(f"type: {what} is not supported here; {taken}")
         return value
+
+
+class ImageUrl(Strict):
+    url: str  # images.url reads it
+    detail: Literal["low", "high", "auto"] = "auto"
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    cache_control: CacheControl | None = None
+
+
+def _part(value: Any) -> str:
+    return IMAGE if kind_of(value) == "image_url" or isinstance(value, ImagePart) else TEXT
+
+
+TEXT, IMAGE = "[text]", "[image_url]"  # of a union's arms, which errors do not name
+Part = Annotated[
+    Annotated[TextPart, Tag(TEXT)] | Annotated[ImagePart, Tag(IMAGE)], Discriminator(_part)
+]
 
 
 class CalledFunction(Strict):
@@ -53,7 +75,7 @@ class ChatMessage(Strict):
     ignored = neutral.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=64)] | None = None
+    content: str | Annotated[list[Part], Field(min_length=1, max_length=64)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: CallId | None = None
@@ -80,6 +102,9 @@ class ChatMessage(Strict):
         for name in ("tool_calls", "reasoning", "reasoning_content"):
             if getattr(self, name) and self.role != "assistant":
                 raise ValueError(f"{name}: only an assistant's message has it")
+        if self.role != "user" and (at := self._first_image()) is not None:
+            wrong = f"only a user's message has images, and this is of role {self.role}"
+            raise UnsupportedValue(f"content[{at}].image_url: {wrong}")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id: a tool's message has it, and no other")
         if self.reasoning and self.reasoning_content not in (None, "", self.reasoning):
@@ -89,7 +114,21 @@ class ChatMessage(Strict):
     def text(self) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    def shown(self) -> str | list[dict[str, str]]:
+        """What a chat template gets: a text, or in their order the parts of one with images."""
+        if not isinstance(self.content, list) or self._first_image() is None:
+            return self.text()
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in self.content
+        ]
+
+    def _first_image(self) -> int | None:
+        """Its place among the parts."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return next((at for at, part in enumerate(parts) if isinstance(part, ImagePart)), None)
 
     def thought(self) -> str:
         return self.reasoning_content or self.reasoning or ""

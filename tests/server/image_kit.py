@@ -1,0 +1,234 @@
+"""A tiny model that takes images, requests with them, and the engine with an encoder that records
+what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from engines import mapped
+from image_files import saved
+from PIL import Image
+from scripted import Scripted
+from tokenizers import AddedToken, Tokenizer
+from waiting import limit
+
+from kvline_contract.report import Effective
+from kvline_server.engine.encoding import Bounds, Encoding
+from kvline_server.engine.engine import Engine
+from kvline_server.engine_process.listen import listen
+from kvline_server.engine_process.loop import EngineProcess
+from kvline_server.http.image_store import Store
+from kvline_server.http.images import open_images
+from kvline_server.ipc.messages import Channel
+from kvline_server.ipc.pixels import PAGE, Places, create
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.device import cpu_device
+from kvline_server.model.config import read_config
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.options.arguments import EngineArguments
+from kvline_server.options.clients import ClientLimits
+from kvline_server.options.options import Options
+from kvline_server.parallel.executor import Local
+from kvline_server.worker.worker import Worker
+
+PAD = "<|image_pad|>"
+SIDE = 8  # pixels of a token's side
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'image' %}<|start|><|image_pad|><|end|>{% else %}{{ c.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+EFFECTIVE = Effective(512, 8, 64, 20, 0, 16, 64, max_images_per_request=4, max_image_patches=256)
+
+
+def write(source: Path, folder: Path) -> Path:
+    """A copy of a model with a tower and a tokenizer, as one that takes images."""
+    shutil.copytree(source, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(PAD, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": TEMPLATE})
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["image_token_id"] = tokenizer.token_to_id(PAD)
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": config["vision_config"].get("temporal_patch_size", 2),
+        "size": {"shortest_edge": SIDE * SIDE, "longest_edge": 64 * 64},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def part(image: Image.Image | bytes, kind: str = "PNG", **more: Any) -> dict[str, Any]:
+    """A picture, or a file, as a part of a message."""
+    data = image if isinstance(image, bytes) else saved(image, kind)
+    url = f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+def chat(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    user = {"role": "user", "content": list(parts)}
+    usual = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    return {**usual, "messages": [{"role": "system", "content": "See."}, user], **fields}
+
+
+class Pictured(Scripted):
+    """The HTTP part of a server that takes images."""
+
+    def __init__(self, folder: Path, pages: int = 64, **limits: Any) -> None:
+        super().__init__(folder, vocabulary=read_config(folder).vocabulary)
+        self.pixels_fd = create(pages * PAGE)
+        self.places = Places(self.pixels_fd)
+        self.limits = ClientLimits(**limits)
+        self.service.bodies.limits = self.limits
+        self.store = Store(self.places, self.admission.totals, self.limits)
+        images = open_images(folder, self.tokens, EFFECTIVE, self.store)
+        self.service.generator.images = images
+
+    async def ask(self, body: dict[str, Any]) -> httpx.Response:
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Pictured]:
+        async with super().open():
+            yield self
+        os.close(self.pixels_fd)
+
+    def read(self) -> int:
+        """Bytes that a request, a sequence or decoding needs."""
+        unread = sum(-(-i.height * i.width * 3 // PAGE) for i in self.store._unread.values())
+        return self.places.used - unread * PAGE
+
+    async def settled(self) -> None:
+        """Once nobody needs any pixels."""
+        end = time.monotonic() + limit(20)
+        while self.read() and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert self.read() == 0
+
+
+class Recording:
+    """An encoder whose rows say which pixels they are of: what is decoded depends on these."""
+
+    def __init__(self, decoder: Decoder, passes: int = 1) -> None:
+        self.table = decoder.weights.embedding[decoder.config.vocabulary :]
+        self.passes, self.left = passes, 0
+        self.begun: list[list[np.ndarray]] = []
+        self.fails: Exception | None = None
+
+    def begin(self, images: list[np.ndarray], rows: np.ndarray) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.begun.append([image.copy() for image in images])
+        counts = [i.shape[0] * i.shape[1] // SIDE**2 for i in images]
+        assert sum(counts) == len(rows)
+        starts = itertools.accumulate(counts, initial=0)
+        for image, start, count in zip(images, starts, counts, strict=False):
+            seed = int.from_bytes(image.tobytes()[:8] + bytes([image.sum() % 251]), "big")
+            made = torch.Generator().manual_seed(seed % 2**63)
+            values = torch.randn((count, self.table.shape[1]), generator=made)
+            self.table[torch.from_numpy(rows[start : start + count])] = values
+        self.left = self.passes
+
+    def run(self, layers: int) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def engine(folder: Path, cached: int = 64, passes: int = 1) -> tuple[Engine, Recording]:
+    config, kernels, step = read_config(folder), TorchKernels(), 64
+    weights = load_weights(SafetensorsSource(folder), config, kernels, encoded=cached)
+    made = Decoder(config, weights, 512, kernels, image_rows=step)
+    arena = mapped(made, 512, 200)
+    executor = Local(Worker(made, arena, step, 8, 8), cpu_device(None, os.getpid()))
+    recording = Recording(made, passes)
+    encoding = Encoding(recording, Bounds(cached, cached), step, config.vocabulary)
+    eos, axes = config.eos_token_ids, bool(config.rope.axes)
+    return Engine(executor, 8, step, 512, eos, encoding=encoding, axes=axes), recording
+
+
+class Served:
+    """An engine that serves on a thread, as its process does, for one HTTP process."""
+
+    def __init__(self, made: Engine, pixels_fd: int) -> None:
+        self.engine, self.stopped = made, False
+        self.failure: BaseException | None = None
+        self.here, line = socket.socketpair()
+        self.parent, control = socket.socketpair()
+        options = Options(Path(), Path())
+        arguments = EngineArguments(
+            options=options, control_fd=-1, http_fds=[line.detach()], root=0, pixel_fds=[pixels_fd]
+        )
+        self.process = EngineProcess(arguments, Channel(control))
+        (client,) = self.process.http
+        hear = partial(self.process._hear_http, client)
+        serving = threading.Thread(target=self._serve)
+        self.threads = [listen(client, "a client", hear, self.process.parent), serving]
+        serving.start()
+
+    def _serve(self) -> None:
+        try:
+            while not self.stopped:
+                self.process._take(self.engine)
+                self.process._publish(self.engine.step())
+        except BaseException as error:
+            self.failure = error
+            self.process.http[0].connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.stopped = True
+        for thread in self.threads:
+            thread.join()
+        for connection in (self.parent, self.process.parent.connection):
+            connection.close()
+        self.process.http[0].connection.close()
+
+
+@asynccontextmanager
+async def served(folder: Path, pages: int = 64, **of: Any) -> AsyncIterator[tuple[Pictured, Any]]:
+    """-> the HTTP part, and the recording encoder of the engine behind it"""
+    made, recording = engine(folder, **of)
+    http = Pictured(folder, pages)
+    behind = Served(made, http.pixels_fd)
+    try:
+        await http.client.connect(behind.here, 16)
+        async with http.http:
+            yield http, recording
+        if http.client._writer is not None:
+            http.client._writer.close()
+        await http.client.lost.wait()
+    finally:
+        behind.here.close()
+        behind.close()
+        os.close(http.pixels_fd)
