@@ -124,19 +124,25 @@ TOWERED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-vl": ("Qwen2_5_VL", WIDE | {"rope_parameters": AXES}),
     "gemma3-vl": ("Gemma3", FAMILIES["gemma3"][1]),
 }
-TOWER: dict[str, Any] = {
+QWEN_TOWER: dict[str, Any] = {
     "depth": 2,
-    "num_hidden_layers": 2,
     "hidden_size": 32,
     "intermediate_size": 40,
     "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+}
+TOWER = QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+SIGLIP: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 40,
     "num_attention_heads": 4,
     "patch_size": 4,
     "image_size": 32,
-    "out_hidden_size": 48,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 1],
+    "vision_use_head": False,
 }
+TOWERS = {"qwen2.5-vl": QWEN_TOWER, "gemma3-vl": SIGLIP}  # of others TOWER
 
 
 def build(family: str) -> Any:
@@ -145,7 +151,8 @@ def build(family: str) -> Any:
     architecture, extra = (FAMILIES | TOWERED)[family]
     own, kind = SMALL | extra, "CausalLM"
     if family in TOWERED:
-        own, kind = {"text_config": own, "vision_config": TOWER}, "ConditionalGeneration"
+        tower = TOWERS.get(family, TOWER)
+        own, kind = {"text_config": own, "vision_config": tower}, "ConditionalGeneration"
     config = getattr(transformers, f"{architecture}Config")(**own)
     return getattr(transformers, f"{architecture.removesuffix('Text')}For{kind}")(config)
 

@@ -1,0 +1,158 @@
+"""A real server with its processes that sees images: answers of transformers, bounds, and memory
+that is given back."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import reference
+from image_files import noise
+from image_kit import PAD, TEMPLATE, chat, part, text
+from servers import Server, serving
+from tokenizers import Tokenizer
+
+from kvline_contract.launch import EngineOptions, Images
+
+pytestmark = pytest.mark.process
+
+QUESTION = [{"role": "system", "content": "See."}]
+
+
+@pytest.fixture(scope="module")
+def seeing(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = EngineOptions(
+        max_model_len=256,
+        max_running_requests=4,
+        max_prefill_tokens=96,
+        images=Images.REQUIRED,
+        max_image_patches=256,
+        max_images_per_request=3,
+    )
+    with serving(Server(image_model, tmp_path_factory.mktemp("seeing"), options)) as made:
+        yield made
+
+
+def ask(server: Server, *parts: dict[str, Any], **more: Any) -> Any:
+    body = chat(*parts, logprobs=True, **more)
+    return server.client.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+
+
+@torch.inference_mode()
+def expected(folder: Path, parts: list[Any], count: int = 4) -> list[float]:
+    """Logprobs of transformers' greedy tokens."""
+    import jinja2
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    written = [{"type": "image"} if p["type"] == "image_url" else p for p in parts]
+    messages = [*QUESTION, {"role": "user", "content": written}]
+    prompt = jinja2.Template(TEMPLATE, keep_trailing_newline=True).render(
+        messages=messages, add_generation_prompt=True
+    )
+    ids, image = tokenizer.encode(prompt).ids, int(tokenizer.token_to_id(PAD) or 0)
+    raw = json.loads((folder / "preprocessor_config.json").read_text())
+    raw.pop("image_processor_type")
+    processor: Any = Qwen2VLImageProcessorPil(**raw)
+    given = processor([_drawn(p) for p in parts if p["type"] == "image_url"], return_tensors="pt")
+    counts = iter((given["image_grid_thw"].prod(dim=1) // 4).tolist())
+    ids = [each for id in ids for each in ([image] * next(counts) if id == image else [id])]
+    model, found = reference(folder), []
+    for _ in range(count):
+        tokens = torch.tensor([ids])
+        types = torch.eq(tokens, image).int()
+        logits = model(input_ids=tokens, mm_token_type_ids=types, **given).logits[0, -1]
+        ids.append(int(logits.argmax()))
+        found.append(float(logits.log_softmax(dim=-1).max()))
+    return found
+
+
+def _drawn(part: dict[str, Any]) -> Any:
+    import io
+
+    from PIL import Image
+
+    data = part["image_url"]["url"].partition(",")[2]
+    return Image.open(io.BytesIO(base64.b64decode(data)))
+
+
+def test_answers_are_those_of_transformers_and_only_the_same_picture_is_cached(
+    seeing: Server, image_model: Path
+) -> None:
+    first, second = part(noise(40, 56, 1)), part(noise(40, 56, 2))
+    cached = []
+    for own in (first, second, first):
+        parts = [text("What is "), own, text(" and "), part(noise(17, 90, 3)), text("?")]
+        answer = ask(seeing, *parts)
+        assert answer.status_code == 200, answer.text
+        (choice,), usage = answer.json()["choices"], answer.json()["usage"]
+        values = [each["logprob"] for each in choice["logprobs"]["content"]]
+        assert values == pytest.approx(expected(image_model, parts), abs=1e-3)
+        details = usage["prompt_tokens_details"]
+        assert details["image_tokens"] == 5 * 7 + 2 * 11
+        cached.append(details["cached_tokens"])
+    assert cached[0] == 0 and cached[1] == 16 and cached[2] >= 64
+    seeing.rests()
+
+
+def test_a_stream_and_several_choices_have_one_picture(seeing: Server) -> None:
+    whole = ask(seeing, part(noise(24, 24, 4)), text("a"), n=2)
+    assert whole.status_code == 200, whole.text
+    one, other = (c["message"]["content"] for c in whole.json()["choices"])
+    assert one == other
+    streamed = ask(seeing, part(noise(24, 24, 4)), text("a"), stream=True)
+    lines = re.findall(r"^data: (\{.*)$", streamed.text, re.M)
+    deltas = [c["delta"].get("content") or "" for x in lines for c in json.loads(x)["choices"]]
+    assert "".join(deltas) == one
+    seeing.rests()
+
+
+def test_what_is_refused_names_the_part_and_nothing_is_held(seeing: Server) -> None:
+    picture = part(noise(24, 24, 4))
+    address = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    for parts, why in (
+        ([address], r"messages\[1\]\.content\[0\]\.image_url: .*data:"),
+        ([text("a"), part(b"no image")], r"messages\[1\]\.content\[1\]\.image_url"),
+        ([picture] * 4, "at most 3 images"),
+    ):
+        answer = ask(seeing, *parts)
+        assert answer.status_code == 400 and re.search(why, answer.json()["error"]["message"])
+    seeing.rests()
+
+
+def test_the_report_has_the_encoders_parts_and_bounds(seeing: Server) -> None:
+    report = seeing.probe("/sizing?version=3")[1]
+    names = {part["name"] for part in report["result"]["ranks"][0]["parts"]}
+    assert {"tower", "encoder-work", "encoder-cache"} <= names
+    bounds = report["effective"]["maxImagesPerRequest"], report["effective"]["maxImagePatches"]
+    assert bounds == (3, 256)
+    stages = {stage["name"]: stage for stage in report["stages"]}
+    assert stages["encoder"]["detail"] == "images of up to 256 patches"
+
+
+def test_pictures_of_distinct_sizes_take_no_memory(seeing: Server) -> None:
+    """The first of each size may: what the encoder's largest passes took is theirs."""
+    pid = seeing.children()["engine"]
+
+    def resident() -> int:
+        lines = Path(f"/proc/{pid}/status").read_text()
+        found = re.search(r"RssAnon:\s+(\d+)", lines)
+        assert found is not None
+        return int(found[1]) << 10
+
+    rng = np.random.default_rng(5)
+    sizes = rng.integers(8, 128, (120, 2)).tolist()
+    for at, (height, width) in enumerate(sizes):
+        if at == 20:
+            before = resident()
+        answer = ask(seeing, part(noise(height, width, at)), text("a"), max_tokens=1)
+        assert answer.status_code == 200, answer.text
+    assert resident() - before < 24 << 20
+    seeing.rests()
