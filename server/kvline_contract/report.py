@@ -1,4 +1,4 @@
-"""What a pod reports: SizingReport, Termination, Load. Untrusted input to the operator.
+"""What a pod reports: SizingReport, Termination. Untrusted input to the operator.
 
 Reports of REPORT_VERSIONS are read, and their unknown keys ignored; for any other version the error
 names these. A pod serves the version that the request names (`served`). Version 3 has longer lists
@@ -17,7 +17,6 @@ from urllib.parse import parse_qs
 from kvline_contract.codec import (
     MAX_TEXT,
     ContractError,
-    check_version,
     decode,
     document,
     dumps,
@@ -28,13 +27,12 @@ from kvline_contract.codec import (
 from kvline_contract.exits import ExitCode
 from kvline_contract.memory import HEADROOM, OTHERS, Memory, MemoryV1, Part
 
-VERSION = 1  # of Termination and Load
+VERSION = 1  # of Termination, and of Load
 REPORT_VERSIONS = (1, 2, 3)
 REPORT_VERSION = REPORT_VERSIONS[-1]
 MAX_RANKS = 8
 MAX_GEMM_KERNELS = 64
 MAX_REPORT_BYTES = 64 * 1024
-MAX_LOAD_BYTES = 4096
 MAX_TERMINATION_BYTES = 4096
 MAX_STAGES = 36
 MAX_STAGES_V2 = 32  # of versions 1 and 2
@@ -167,7 +165,7 @@ class Termination:
     @classmethod
     def parse(cls, text: str | bytes) -> Termination:
         value = loads(text, MAX_TERMINATION_BYTES)
-        check_version(value, "termination message", (VERSION,))
+        check_version(value, "termination message")
         return decode(cls, value, strict=False)
 
     def dumps(self) -> str:
@@ -356,40 +354,10 @@ def served(query: str) -> int:
     return min(int(asked), REPORT_VERSION)
 
 
-@document
-class Percentiles:
-    """In microseconds."""
-
-    p50: int
-    p90: int
-    p99: int
-
-
-@document
-class Load:
-    """A replica's current load, for autoscaling; 503 before Validated."""
-
-    version: int
-    kv_tokens: int = field("kvTokens")
-    used_tokens: int
-    evictable_tokens: int
-    waiting_prompt_tokens: int  # KV tokens that waiting prompts will take
-    running: int
-    waiting: int
-    refused_last60s: int  # sequences answered 429; older servers, without `retrying`: any 4xx
-    max_running_requests: int
-    draining: bool
-    # Distinct sequences that keep being answered 429.
-    retrying: int | None = field(omit_none=True, default=None)
-    # Running requests that the arrival rate needs in the long run (Little's law), in thousandths;
-    # negative while a queue shrinks, absent while no sequence has ended.
-    arriving_milli: int | None = field(low=-(2**53), omit_none=True, default=None)
-    # Of the last minute; absent where no sequence had a token in it, and from older servers.
-    time_to_first_token_us: Percentiles | None = field(omit_none=True, default=None)
-    inter_token_latency_us: Percentiles | None = field(omit_none=True, default=None)
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> Load:
-        value = loads(text, MAX_LOAD_BYTES)
-        check_version(value, "load", (VERSION,))
-        return decode(cls, value, strict=False)
+def check_version(value: dict[str, Any], what: str, known: tuple[int, ...] = (VERSION,)) -> int:
+    got = value.get("version")
+    if type(got) is not int or got not in known:
+        *others, last = map(str, known)
+        readable = f"{', '.join(others)} and {last}" if others else last
+        raise ContractError(f"version: {what} of version {got!r:.20}, {readable} can be read here")
+    return got

@@ -16,15 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 from kvline_contract.codec import ContractError
+from kvline_contract.load import MAX_LOAD_BYTES, Load
 from kvline_contract.names import SIZING_PATH
-from kvline_contract.report import (
-    MAX_LOAD_BYTES,
-    MAX_REPORT_BYTES,
-    REPORT_VERSION,
-    Load,
-    SizingReport,
-    State,
-)
+from kvline_contract.report import MAX_REPORT_BYTES, REPORT_VERSION, SizingReport, State
 
 ANSWER_SECONDS = 5  # as the operator gives a pod
 # A state may follow those that stand before it; ShrunkRetry leads back.

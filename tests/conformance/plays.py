@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvline_contract.exits import ExitCode, meaning
+from kvline_contract.load import Load
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     VERSION,
     Attempt,
     Effective,
-    Load,
     Outcome,
     Provenance,
     Result,

@@ -26,13 +26,13 @@ from kvline_contract.launch import (
     StateDtype,
     ToolCallParser,
 )
+from kvline_contract.load import Load
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Attempt,
     Binding,
     Direction,
     Knob,
-    Load,
     Outcome,
     SizingReport,
     Stage,

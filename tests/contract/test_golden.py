@@ -7,7 +7,8 @@ from pathlib import Path
 
 from kvline_contract.codec import decode, dumps, loads
 from kvline_contract.launch import GateFile, LaunchConfig, Record, Records
-from kvline_contract.report import Load, Percentiles, SizingReport, State, Termination
+from kvline_contract.load import Load, Percentiles
+from kvline_contract.report import SizingReport, State, Termination
 
 GOLDEN = Path(__file__).parent / "golden"
 

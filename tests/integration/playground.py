@@ -33,6 +33,7 @@ from waiting import answered, eventually, limit
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile, LaunchConfig
+from kvline_contract.load import Load
 from kvline_contract.memory import Memory, MemoryV1
 from kvline_contract.names import (
     GATE_FILE,
@@ -48,7 +49,6 @@ from kvline_contract.report import (
     REPORT_VERSION,
     Attempt,
     Effective,
-    Load,
     Outcome,
     Result,
     SizingReport,

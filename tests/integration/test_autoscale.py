@@ -10,8 +10,9 @@ import pytest
 from playground import Node
 from waiting import limit
 
+from kvline_contract.load import Load
 from kvline_contract.names import SCALE_FILE
-from kvline_contract.report import Load, State
+from kvline_contract.report import State
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from kvline_contract.report import VERSION, Load
+from kvline_contract.load import Load
+from kvline_contract.report import VERSION
 from kvline_operator.api.spec import Autoscaling
 from kvline_operator.plan.autoscale import Scale, decide, demand
 from kvline_server.ipc.messages import EdgeBeat

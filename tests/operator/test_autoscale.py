@@ -9,7 +9,7 @@ from arrivals import Fleet, Traffic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvline_contract.report import Load
+from kvline_contract.load import Load
 from kvline_operator.api.spec import Autoscaling
 from kvline_operator.plan.autoscale import (
     VERSION,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+from kvline_contract.load import Load
 from kvline_contract.names import AUTOSCALER
-from kvline_contract.report import Load
 from kvline_operator.api import replicas_field
 from kvline_operator.api.replicas_field import ReplicasField
 from kvline_operator.api.spec import Autoscaling

@@ -15,7 +15,8 @@ import pytest
 from waiting import eventually, limit, within
 
 from kvline_contract.codec import dumps
-from kvline_contract.report import Load, SizingReport, State
+from kvline_contract.load import Load
+from kvline_contract.report import SizingReport, State
 from kvline_operator.observe import ask
 from kvline_operator.observe.ask import Answer, Asker, Request, Silent
 from kvline_operator.observe.children import read_reports

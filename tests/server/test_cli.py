@@ -339,10 +339,11 @@ def test_a_broken_model_file_ends_the_start_and_is_named(
     assert named in line
 
 
-def test_the_parent_imports_neither_torch_nor_numpy() -> None:
+def test_the_parent_imports_neither_torch_nor_numpy_nor_pillow() -> None:
     """They would delay each start, and take memory from a CPU's KV cache."""
     code = (
-        "import sys, kvline_server.parent.supervisor;print({'torch', 'numpy'} & set(sys.modules))"
+        "import sys, kvline_server.parent.supervisor;"
+        "print({'torch', 'numpy', 'PIL'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

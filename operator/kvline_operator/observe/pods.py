@@ -11,8 +11,9 @@ from typing import Any
 
 from kvline_contract.codec import ContractError
 from kvline_contract.exits import meaning
+from kvline_contract.load import Load
 from kvline_contract.names import DOWNLOAD_CONTAINER, SERVER_CONTAINER, revision_of
-from kvline_contract.report import Knob, Load, Result, SizingReport, State, Termination
+from kvline_contract.report import Knob, Result, SizingReport, State, Termination
 from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.reports import Reading
 from kvline_operator.observe.slots import Slots

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvline_contract.codec import ContractError
+from kvline_contract.load import Load
 from kvline_contract.names import END_PRE_STOP_PATH, OPEN_GATE_PATH, SIZING_PATH
-from kvline_contract.report import REPORT_VERSION, Load, SizingReport, State
+from kvline_contract.report import REPORT_VERSION, SizingReport, State
 from kvline_operator.observe.ask import Asker, Request, Silent, Unreachable
 
 T = TypeVar("T")

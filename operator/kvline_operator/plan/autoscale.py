@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
 from kvline_contract.counts import counted
-from kvline_contract.report import Load
+from kvline_contract.load import Load
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import Autoscaling
 

@@ -38,6 +38,8 @@ CONFIG_FILES = (
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer*.json",
     "*.jinja",

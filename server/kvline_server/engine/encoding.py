@@ -94,13 +94,17 @@ class Encoding:
         return max(1, SLICE // sum(image.tokens for image in self._encoding))
 
     def limit(self, sequence: Sequence, start: int, rows: int) -> int:
-        """Of so many prompt rows from `start` on those before the first image that is not there."""
+        """Of so many prompt rows from `start` on those before the first image that is not there.
+        The last token of a sequence is decoded by itself, where images are not looked for: of a
+        prompt that ends with an image it is computed with the one before."""
         if sequence.pictures is None:
             return rows
         for image in sequence.pictures.within(start, start + rows):
             if not self.cache.ready(image.digest):
-                return max(0, image.start - start)
-        return rows
+                rows = max(0, image.start - start)
+                break
+        alone = start + rows == sequence.length - 1 and sequence.ends_in_image
+        return max(0, rows - 1) if alone else rows
 
     def place(self, step: Step, work: list[Work]) -> Step:
         """With images in the place of their tokens, and the positions of all; `work` is in the

@@ -136,4 +136,10 @@ class Sequence:
         preempted: the last one must be computed, and so must the token before each position of the
         prompt whose logprob is returned."""
         every_scored = self.first_scored == self.prompt_length
-        return (len(self.tokens) if every_scored else self.first_scored) - 1
+        return (len(self.tokens) if every_scored else self.first_scored) - 1 - self.ends_in_image
+
+    @property
+    def ends_in_image(self) -> bool:
+        """Its last token is one of an image in its prompt."""
+        images = () if self.pictures is None else self.pictures.images
+        return bool(images) and images[-1].end == self.length

@@ -246,7 +246,7 @@ class Scheduler:
         rows = self._cut(sequence, sequence.computed, budget)
         if sequence.has_penalties and rows == sequence.uncomputed:
             if sequence.penalised > self._penalised_left:
-                rows = sequence.uncomputed - 1
+                rows = self._cut(sequence, sequence.computed, rows - 1)
             else:
                 self._penalised_left -= sequence.penalised
                 sequence.penalised_in = self._step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import COLLECTIVES
 from kvline_contract.progress import WAITS_FOR_HTTP
 from kvline_contract.report import START_STAGES, Current, Result, Stage
+from kvline_server.engine.encoding import Encoding
 from kvline_server.engine.engine import Engine
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.messages import Progress, RankLoaded, SendProgress
@@ -28,7 +29,7 @@ from kvline_server.parallel.connect import connect
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.join import join
 from kvline_server.parallel.link import Link
-from kvline_server.sizing import load, profile
+from kvline_server.sizing import images, load, profile
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.running import open_to_sizing
@@ -102,6 +103,10 @@ def load_rank(
     device = backend.device
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit, http_processes)
+    sees, warning = images.asked(launch, settings.wanted_len)
+    settings = replace(settings, images=sees)
+    if warning and rank == 0:
+        warn(warning)
     device.settle()
     free_before = device.limit - device.used()
     group: Group = ALONE
@@ -181,8 +186,16 @@ def start(
         draft_tokens=settings.draft_tokens,
         matchers=None if grammars is None else _matchers(grammars, settings),
         states=loaded.slots.pool(),
+        encoding=_encoding(loaded, settings),
     )
     return engine, result
+
+
+def _encoding(loaded: Loaded, settings: EngineSettings) -> Encoding | None:
+    if loaded.encoder is None or settings.images is None:
+        return None
+    chunk = settings.max_prefill_tokens
+    return Encoding(loaded.encoder, settings.images.bounds(chunk), chunk, loaded.vocabulary)
 
 
 def _matchers(grammars: GrammarService, settings: EngineSettings) -> Matchers:

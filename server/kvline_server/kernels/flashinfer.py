@@ -9,6 +9,7 @@ from kvline_server.kernels import cubins
 from kvline_server.kernels.cuda_recurrent import CudaRecurrent
 from kvline_server.kernels.flashinfer_attention import DEPTH
 from kvline_server.kernels.gpu_attention import GpuAttention
+from kvline_server.kernels.gpu_encoder import GpuEncoder
 from kvline_server.kernels.gpu_experts import GpuExperts
 from kvline_server.kernels.gpu_gemms import GpuGemms
 from kvline_server.kernels.gpu_rows import GpuRows
@@ -43,6 +44,7 @@ class FlashInferKernels(Kernels):
         self.gemms = GpuGemms(self.device, self.rows, group)
         self.experts = GpuExperts(self.gemms.formats.choices, self.rows, group)
         self.sampling = GpuSampling(self.device)
+        self.encoder = GpuEncoder(self.device)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return upload(self.device, *arrays)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvline_server.kernels.attention import Attention
+from kvline_server.kernels.encoder import Encoder
 from kvline_server.kernels.experts import Experts
 from kvline_server.kernels.gemms import Gemms
 from kvline_server.kernels.group import Group
@@ -37,6 +38,7 @@ class Kernels(ABC):
     gemms: Gemms
     experts: Experts
     sampling: Sampling
+    encoder: Encoder
 
     @abstractmethod
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:

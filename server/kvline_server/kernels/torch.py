@@ -9,6 +9,7 @@ import torch
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import Fetch, Kernels
 from kvline_server.kernels.torch_attention import TorchAttention
+from kvline_server.kernels.torch_encoder import TorchEncoder
 from kvline_server.kernels.torch_experts import TorchExperts
 from kvline_server.kernels.torch_gemms import TorchGemms
 from kvline_server.kernels.torch_recurrent import TorchRecurrent
@@ -44,6 +45,7 @@ class TorchKernels(Kernels):
         self.gemms = TorchGemms(self.device, dtype, self.rows, group)
         self.experts = TorchExperts(self.rows)
         self.sampling = TorchSampling()
+        self.encoder = TorchEncoder()
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

@@ -40,6 +40,16 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
+class Filters(Stacked):
+    """The weight of a convolution, whose filters are its rows: [filters, ...]."""
+
+    at: int = 0
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of a named tensor, or of one of those that are stacked in it."""
 

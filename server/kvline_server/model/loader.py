@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
+from kvline_contract.memory import EXPERTS, SCALES, TOWER, WEIGHTS
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
@@ -30,6 +30,8 @@ from kvline_server.model.linear import Rows, Tensors, TensorSource
 from kvline_server.model.quantization import MXFP4_SCALES, Quantization
 from kvline_server.model.shard import WHOLE, Shard
 from kvline_server.model.shard import vocabulary as own_tokens
+from kvline_server.model.vision.config import VisionConfig
+from kvline_server.model.vision.read import read_tower
 
 COPY_BYTES = 64 << 20
 PACKED_BYTES = 16 << 20  # of experts in MXFP4 that are read before they are packed
@@ -41,10 +43,17 @@ ROUTERS = (".gate.weight", ".router.layer.weight")  # of experts, which no forma
 
 
 class Weights:
-    """Of one rank. Each has the whole embedding, and its own rows of the LM head."""
+    """Of one rank. Each has the whole embedding, its own rows of the LM head, and the whole tower
+    for images where `vision` asks for it."""
 
-    def __init__(self, tensors: Tensors, config: ModelConfig, encoded: int = 0) -> None:
-        """`encoded` rows are for what an encoder makes of images, behind the embeddings."""
+    def __init__(
+        self,
+        tensors: Tensors,
+        config: ModelConfig,
+        vision: VisionConfig | None = None,
+        encoded: int = 0,
+    ) -> None:
+        """`encoded` rows are for what the tower makes of images, behind the embeddings."""
         names, own = config.names.found(tensors.source.has), own_tokens(config, tensors.shard)
         c, at = replace(config, names=names), names.decoder
         every = Rows(f"{at}{names.embedding}.weight", range(c.vocabulary), c.vocabulary)
@@ -54,6 +63,7 @@ class Weights:
         self.head = self.embedding[own.start : own.stop]  # a view [own tokens, hidden]
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
+        self.tower = None if vision is None else read_tower(tensors, vision)
         self.counts = tensors.counts  # elements by dtype
         self.scales = tensors.scales  # elements
         self.padding = tensors.padding  # bytes
@@ -72,8 +82,9 @@ class Weights:
         scales = of_linears + self.expert_scales
         experts = sum(each.layer.nbytes for each in layers) - self.expert_scales
         of_experts = sum(_nbytes(each.counts, size) for each in layers)
-        others = self.read_nbytes(size) - of_linears - of_experts
-        sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts}
+        tower = 0 if self.tower is None else self.tower.nbytes(size)
+        others = self.read_nbytes(size) - of_linears - of_experts - tower
+        sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts, TOWER: tower}
         details = {EXPERTS: MXFP4} if self.expert_scales else {}
         return tuple(OwnedPart(name, n, detail=details.get(name)) for name, n in sizes.items() if n)
 
@@ -222,10 +233,11 @@ def _slice(whole: torch.Tensor, rows: range, into: torch.Tensor, column: int) ->
     return own if into.dim() == 1 else own[:, column : column + into.shape[1]]
 
 
-def left_out(source: TensorSource, config: ModelConfig) -> str:
+def left_out(source: TensorSource, config: ModelConfig, vision: VisionConfig | None = None) -> str:
     """A warning where the files have tensors that no block of the model asks for: of towers for
-    images, of draft heads."""
-    found = ((at, source.count(at)) for at in config.left_out)
+    images but the one of `vision`, of draft heads."""
+    others = (at for at in config.left_out if vision is None or not vision.reads(at))
+    found = ((at, source.count(at)) for at in others)
     each = " and ".join(f"{count} tensors {at}*" for at, count in found if count)
     return (
         f"{each} are not loaded: of {config.architecture} its text model is served" if each else ""
@@ -237,10 +249,11 @@ def checked(
     config: ModelConfig,
     shard: Shard = WHOLE,
     kernels: Kernels | None = None,
+    vision: VisionConfig | None = None,
 ) -> Weights:
     """Checks every name and shape that a rank loads, and counts elements and bytes, of weights as
     these kernels keep them; its tensors are empty. Raises ModelInvalid."""
-    return Weights(Tensors(source, shard, kernels), config)
+    return Weights(Tensors(source, shard, kernels), config, vision)
 
 
 def load_weights(
@@ -249,13 +262,14 @@ def load_weights(
     kernels: Kernels,
     copied: Callable[[int, int], None] = lambda done, total: None,
     shard: Shard = WHOLE,
+    vision: VisionConfig | None = None,
     encoded: int = 0,
 ) -> Weights:
     """All weights of a rank, fused, on the kernels' device; `config` is that of the whole model.
     Checks every name and shape before any copy; `copied(done, total)` is called at least every
     COPY_BYTES. Raises ModelInvalid."""
-    total = checked(source, config, shard, kernels).read_nbytes(kernels.dtype)
-    return Weights(Loading(source, kernels, total, copied, shard), config, encoded)
+    total = checked(source, config, shard, kernels, vision).read_nbytes(kernels.dtype)
+    return Weights(Loading(source, kernels, total, copied, shard), config, vision, encoded)
 
 
 class Loading(Tensors):

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from kvline_server.kernels.recurrent import Convolution, Decay
-from kvline_server.model.linear import Rows, Stacked, Tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _Taps(Stacked):
-    """A weight of conv1d, whose channels are apart: [channels, 1, width]."""
-
-    at: int = 0
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """-> [channels, width]"""
-        return whole.flatten(1)
+from kvline_server.model.linear import Filters, Rows, Tensors
 
 
 def convolution(
@@ -27,7 +15,7 @@ def convolution(
 ) -> Convolution:
     """A rank's `channels` of `of`, in the order of what it reads."""
     name = at + "conv1d."
-    every = [Rows(name + "weight", some, of, _Taps((of, 1, width))) for some in channels]
+    every = [Rows(name + "weight", some, of, Filters((of, 1, width))) for some in channels]
     biases = [Rows(name + "bias", some, of) for some in channels]
     return Convolution(tensors.get(every, width), tensors.get(biases) if bias else None)
 

@@ -14,7 +14,8 @@ from functools import partial
 
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import GateFile
-from kvline_contract.report import VERSION, Load, State
+from kvline_contract.load import Load
+from kvline_contract.report import VERSION, State
 from kvline_server.ipc.histogram import total
 from kvline_server.ipc.messages import COUNTS, Beat, EdgeBeat
 from kvline_server.ipc.starvation import Quiet

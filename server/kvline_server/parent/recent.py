@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kvline_contract.report import Percentiles
+from kvline_contract.load import Percentiles
 from kvline_server.ipc.histogram import Histogram, Latencies, quantile
 from kvline_server.ipc.messages import EdgeBeat
 

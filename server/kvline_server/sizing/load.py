@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvline_contract.launch import LaunchConfig, LoadFormat, StateDtype
-from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
+from kvline_contract.memory import WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.ipc.messages import Progress, SendProgress
-from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.memory import device_errors
+from kvline_server.memory import parts as parts_of
 from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
@@ -33,7 +34,7 @@ from kvline_server.model.files import identity
 from kvline_server.model.linear import TensorSource
 from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
-from kvline_server.sizing import reserve
+from kvline_server.sizing import images, notes, reserve
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
@@ -68,52 +69,74 @@ def load_model(
     ModelInvalid, or OutOfMemory where weights do not fit, before the OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()
-    random = launch.model.load_format is LoadFormat.RANDOM
-    source = _source(Path(launch.model.path), model, random)
+    source = _source(launch, model)
     shard = Shard(group.rank, group.ranks)
-    expected = loader.checked(source, model, shard).nbytes(backend.dtype)
+    expected = _checked(source, model, shard, settings, backend.dtype)
     try:
         with device_errors.translated("load"), compact_heap():
             windows = tuple(order(model.every_window, settings.wanted_len))
             kernels = backend.kernels(local(model, shard), group, windows)
-            expected = loader.checked(source, model, shard, kernels).nbytes(backend.dtype)
+            expected = _checked(source, model, shard, settings, backend.dtype, kernels)
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
             shapes = state_shapes(local(model, shard))
             state = reserve.slot_bytes(shapes, backend.dtype, settings.state_dtype)
             owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
-            fixed = expected + collectives
-            settings = _sized(launch, model, settings, device, kernels, cache, fixed, state)
+            settings = _sized(launch, model, settings, device, kernels, cache, owned, state)
             slots = reserve.slots(shapes, model, settings, backend.dtype)
             rank = _diagnosis(backend, settings, owned, used - collectives, group)
             reserve.check(slots, rank, device.limit - used - expected)
             copied = _LoadProgress(send, started)
             states = partial(reserve.states, shapes, slots, rank, kernels)
             worker = _build(source, model, cache, settings, backend, kernels, copied, states)
-            if group.rank == 0:
-                for warning in filter(None, (missing, *_warnings(source, model, backend, worker))):
-                    send(Progress(warning=warning))
+            found = notes.warnings(source, model, backend, worker, settings.images)
+            notes.warn(group, send, missing, *found)
             del source
             device.settle()
+            encoder, work = images.opened(settings.images, worker.decoder, device, send)
+            settings = replace(settings, encoder_bytes=work)
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)
         raise rank.weights_do_not_fit(device.limit - used) from error
-    kept = ["random"] * random + _kept(worker.decoder.weights)
+    kept = notes.kept(launch, worker.decoder.weights)
     provenance = _report(launch, backend, kept, started, before, send)
     return Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
-        owned=(*worker.decoder.weights.parts(), *slots.parts(), *parts(cache)),
+        owned=(*_parts(worker.decoder.weights, settings), *slots.parts(), *parts(cache)),
         groups=cache,
         slots=slots,
         stress=StressSet.of(worker),
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
-        cache_dtype=_name(backend.cache_dtype),
+        cache_dtype=notes.name(backend.cache_dtype),
         note=backend.note,
         windowed=any(model.windows),
+        encoder=encoder,
     ), settings
+
+
+def _checked(
+    source: TensorSource,
+    model: ModelConfig,
+    shard: Shard,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    kernels: Kernels | None = None,
+) -> int:
+    """Bytes of what a rank loads, with an encoder's cache. Raises ModelInvalid."""
+    sees = settings.images
+    found = loader.checked(source, model, shard, kernels, None if sees is None else sees.vision)
+    return found.nbytes(dtype) + parts_of.loaded(_of_encoder(settings, dtype))
+
+
+def _parts(weights: loader.Weights, settings: EngineSettings) -> tuple[OwnedPart, ...]:
+    return *weights.parts(), *_of_encoder(settings, weights.embedding.dtype)
+
+
+def _of_encoder(settings: EngineSettings, dtype: torch.dtype) -> tuple[OwnedPart, ...]:
+    return images.owned(settings.images, settings.max_prefill_tokens, dtype)
 
 
 def _report(
@@ -141,17 +164,17 @@ def _sized(
     device: Device,
     kernels: Kernels,
     cache: tuple[CacheGroup, ...],
-    fixed: int,
+    owned: tuple[OwnedPart, ...],
     state: int,
 ) -> EngineSettings:
-    """With what depends on the kernels, and on what so many bytes that are loaded leave, of which a
-    slot of recurrent states takes `state`."""
+    """With what depends on the kernels, and on what is left beside what is loaded, of which a slot
+    of recurrent states takes `state` bytes."""
     rows, queries = 1 + settings.draft_tokens, model.heads // model.kv_heads
     page = kernels.attention.table_page_bytes(rows, queries)
     settings = settings.with_tables(page, len(set(model.windows)))
     if not open_to_sizing(launch, model, settings):
         return settings
-    remains = left(device, settings, fixed, model.vocabulary)
+    remains = left(device, settings, parts_of.loaded(owned), model.vocabulary)
     running = _least(bounded(settings, parts(cache), remains, state), kernels)
     return settings.changed(max_running_requests=running)
 
@@ -205,6 +228,7 @@ def _fingerprint(
             **_asked(launch),
             **({"draftTokens": settings.draft_tokens} if settings.draft_tokens else {}),
             **(_states(settings) if settings.recurrent else {}),
+            **({"imagePatches": settings.images.patches} if settings.images else {}),
             **({} if device.gpu else _processors()),
         }
     )
@@ -240,64 +264,10 @@ def _processors() -> dict[str, str | int]:
     }
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _source(folder: Path, model: ModelConfig, random: bool) -> TensorSource:
-    if random:
+def _source(launch: LaunchConfig, model: ModelConfig) -> TensorSource:
+    if launch.model.load_format is LoadFormat.RANDOM:
         return loader.RandomSource(model.quantization)
-    return Dequantised(loader.SafetensorsSource(folder), model.quantization)
-
-
-def _kept(weights: loader.Weights) -> list[str]:
-    """Of what stays in fp8 or in 4 bits, for the stage's detail."""
-    made, parts = [], {part.name: part.fixed for part in weights.parts()}
-    scales = parts.get(SCALES, 0) - weights.expert_scales
-    if weights.counts[FP8]:
-        made.append(_stays(weights.counts[FP8], "weights in fp8", scales))
-    if weights.expert_scales:
-        made.append(_stays(parts[EXPERTS], "experts in MXFP4", weights.expert_scales))
-    return made
-
-
-def _stays(nbytes: int, what: str, scales: int) -> str:
-    return f"{nbytes // MIB} MiB of {what} with {scales // MIB} MiB of scales"
-
-
-def _warnings(
-    source: TensorSource, model: ModelConfig, backend: Backend, worker: Worker
-) -> tuple[str, ...]:
-    """Of a model as it was loaded; some are empty."""
-    slow = _slow_experts(worker.decoder.weights, worker.kernels)
-    return _dequantised(source, backend), slow, loader.left_out(source, model)
-
-
-def _slow_experts(weights: loader.Weights, kernels: Kernels) -> str:
-    """A warning where it is so."""
-    if not weights.expert_scales or not kernels.experts.dequantises:
-        return ""
-    return (
-        "experts in MXFP4 are dequantised in every step here, which takes several times as long as "
-        "experts in float32 for few tokens; kernels of a GPU with compute capability 9.0 do not"
-    )
-
-
-def _dequantised(source: TensorSource, backend: Backend) -> str:
-    """A warning where it is so."""
-    if not isinstance(source, Dequantised):
-        return ""
-    sizes = {name: n for name, n in source.quantised.items() if name not in source.kept}
-    if not sizes:
-        return ""
-    elements, itemsize = sum(sizes.values()), backend.dtype.itemsize
-    text = (
-        f"fp8 weights are dequantised to {_name(backend.dtype)} as they load: {elements // MIB} "
-        f"MiB in the files take {elements * itemsize // MIB} MiB"
-    )
-    if source.kept:
-        text += f"; {len(sizes)} tensors of {len(source.quantised)}, {next(iter(sizes))} the first"
-    return text
+    return Dequantised(loader.SafetensorsSource(Path(launch.model.path)), model.quantization)
 
 
 def _cache(
@@ -353,9 +323,12 @@ def _build(
     """Weights, recurrent states, KV arena (addresses only) and decoder of this rank."""
     shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
-    weights = loader.load_weights(source, model, kernels, copied, shard)
+    sees, chunk = settings.images, settings.max_prefill_tokens
+    vision, rows = (sees.vision, sees.bounds(chunk).cached) if sees else (None, 0)
+    weights = loader.load_weights(source, model, kernels, copied, shard, vision, rows)
     arena = GroupedArena(cache, backend.arena, backend.device.limit, states())
-    decoder = Decoder(mine, weights, settings.wanted_len, kernels)
+    of_images = (chunk, len(sees.vision.deepstack)) if sees else (0, 0)
+    decoder = Decoder(mine, weights, settings.wanted_len, kernels, *of_images)
     running, rows = settings.max_running_requests, settings.decode_rows
     return Worker(decoder, arena, settings.logprob_rows, running, rows)
 

@@ -13,7 +13,7 @@ from kvline_contract.launch import (
     StateDtype,
     usual_snapshots,
 )
-from kvline_contract.memory import CLIENTS, GRAMMARS
+from kvline_contract.memory import CLIENTS, ENCODER_WORK, GRAMMARS
 from kvline_contract.report import Effective
 from kvline_server.engine.ngrams import table_bytes
 from kvline_server.engine.scheduler import SHARED_TABLES
@@ -30,6 +30,7 @@ from kvline_server.model.config import ModelConfig
 from kvline_server.model.hybrid import served_in_bfloat16
 from kvline_server.options.clients import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
 from kvline_server.options.grammars import SMALL
+from kvline_server.sizing.images import Images
 
 DEFAULTS = {
     Device.CPU: {
@@ -90,6 +91,10 @@ class EngineSettings:
     asked_snapshots: int | None = field(default=None, repr=False)
     state_dtype: StateDtype = field(default=StateDtype.FLOAT32, repr=False)
 
+    # What is served of images; None: text alone. The fingerprint has its bounds.
+    images: Images | None = field(default=None, repr=False)
+    encoder_bytes: int = field(default=0, repr=False)  # that its largest passes take
+
     def changed(self, **values: int) -> EngineSettings:
         """With other values of these fields, and with what follows from them."""
         made = replace(self, **values)  # type: ignore[arg-type]
@@ -144,7 +149,13 @@ class EngineSettings:
                 lent=True,
                 detail="of requests, compiled and tried",
             ),
+            *self._encoder(),
         )
+
+    def _encoder(self) -> tuple[OwnedPart, ...]:
+        detail = "the largest images in the encoder"
+        part = OwnedPart(ENCODER_WORK, fixed=self.encoder_bytes, lent=True, detail=detail)
+        return (part,) if self.encoder_bytes else ()
 
     def cache(self, groups: tuple[CacheGroup, ...]) -> CacheSizes:
         return CacheSizes(groups, self.max_running_requests, self.max_prefill_tokens)
@@ -182,6 +193,7 @@ class EngineSettings:
         return self.max_model_len or self.model_max_len
 
     def effective(self, max_model_len: int) -> Effective:
+        sees = self.images
         return Effective(
             max_model_len=max_model_len,
             max_running_requests=self.max_running_requests,
@@ -190,6 +202,8 @@ class EngineSettings:
             headroom_mib=self.headroom_mib,
             page_size=PAGE_SIZE,
             logprob_rows=self.logprob_rows,
+            max_images_per_request=None if sees is None else sees.per_request,
+            max_image_patches=None if sees is None else sees.patches,
         )
 
 

@@ -1,0 +1,105 @@
+"""A picture as the vision encoder gets it, before it is normalised: uint8, and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from kvline_server.images.container import Container
+from kvline_server.images.decode import decoded
+from kvline_server.images.processor import Grid, Processor
+
+DIGEST_BYTES = 32
+# Of what decoding and resizing hold at most, as tests/server/test_images_memory.py measures it.
+# The file: without its metadata, and twice as Pillow hands it to WebP's decoder.
+FILE_COPIES = 3
+STORED_BYTES = 16  # a pixel: that decoder's two canvases, its frame, and Pillow's image
+RESIZED_BYTES = 12  # a pixel: Pillow's image, one that is resized in one direction, and ours
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pixels:
+    values: NDArray[np.uint8]  # [height, width, 3], contiguous, read-only
+    grid: Grid
+    digest: bytes  # of values and shape: two pictures of one digest are the same to the model
+
+
+def work_bytes(container: Container, processor: Processor) -> int:
+    """Bytes that `pixels` holds at most while it runs, beside the file itself, with its result.
+    Raises ImageRefused for a shape that the processor does not take."""
+    height, width = processor.resized(*container.upright)
+    return (
+        FILE_COPIES * len(container.data)
+        + STORED_BYTES * container.height * container.width
+        + RESIZED_BYTES * height * width
+    )
+
+
+def pixels(container: Container, processor: Processor) -> Pixels:
+    """Of a file, decoded and resized. Raises ImageRefused for a broken file, and for a shape that
+    the processor does not take; that one before anything is decoded."""
+    grid = processor.grid(*container.upright)
+    values = resized(decoded(container), processor)
+    return Pixels(values, grid, digest(values))
+
+
+def resized(image: Image.Image, processor: Processor) -> NDArray[np.uint8]:
+    """Of an image of mode RGB, by the processor's filter: [height, width, 3], contiguous and
+    read-only."""
+    height, width = processor.resized(image.height, image.width)
+    return np.asarray(image.resize((width, height), Image.Resampling(processor.resample)))
+
+
+def digest(values: NDArray[np.uint8]) -> bytes:
+    """The whole of it is a key of caches: a shorter one can be forged, and then a client is served
+    what another's picture is."""
+    hashed = hashlib.blake2b(repr(values.shape).encode(), digest_size=DIGEST_BYTES)
+    hashed.update(np.ascontiguousarray(values).data)
+    return hashed.digest()
+
+
+def file_digest(data: bytes, processor: Processor) -> bytes:
+    """Of a file and of what it would be resized to."""
+    hashed = hashlib.blake2b(repr(processor).encode(), digest_size=DIGEST_BYTES)
+    hashed.update(data)
+    return hashed.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is kept of pixels: enough to ask a cache for them, and to place their tokens."""
+
+    digest: bytes
+    grid: Grid
+
+
+class Table:
+    """From `file_digest` to what the file's pixels were, so that a file that comes again need not
+    be decoded. Keeps the last `entries` used. Threads may share it."""
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
+        self._kept: OrderedDict[bytes, Known] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: bytes) -> Known | None:
+        with self._lock:
+            if (found := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, known: Known) -> None:
+        with self._lock:
+            self._kept[key] = known
+            self._kept.move_to_end(key)
+            while len(self._kept) > self.entries:
+                self._kept.popitem(last=False)

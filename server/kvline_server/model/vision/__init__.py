@@ -1,0 +1,1 @@
+"""Towers: encoders of images, whose rows stand in the place of embeddings of tokens."""

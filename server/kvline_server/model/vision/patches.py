@@ -1,0 +1,76 @@
+"""From pixels to patches. Patches are in the order of the tokens that they become: those of one
+token, a square of `merge` x `merge`, follow each other. A Grid is an image's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvline_server.model.vision.config import CHANNELS, Normalisation, VisionConfig
+
+ROWS = 4096  # that are computed at once where rows are apart: bounds what lies between two GEMMs
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Of one image, in patches."""
+
+    height: int
+    width: int
+    merge: int
+
+    @property
+    def patches(self) -> int:
+        return self.height * self.width
+
+    @property
+    def tokens(self) -> int:
+        return self.patches // self.merge**2
+
+    def ordered(self, by_place: torch.Tensor) -> torch.Tensor:
+        """[height, width, ...] -> [patches, ...]"""
+        m, rest = self.merge, by_place.shape[2:]
+        blocks = by_place.reshape(self.height // m, m, self.width // m, m, *rest)
+        return blocks.transpose(1, 2).flatten(0, 3)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """The row and column of each patch. -> int64 [patches, 2]"""
+        rows, columns = (torch.arange(n, device=device) for n in (self.height, self.width))
+        return self.ordered(torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1))
+
+
+def grid(pixels: torch.Tensor, config: VisionConfig) -> Grid:
+    """Raises ValueError where the sides are none that images are resized to."""
+    height, width, channels = pixels.shape
+    unit = config.image or config.factor
+    fits = channels == CHANNELS and not height % unit and not width % unit
+    if pixels.dtype != torch.uint8 or not fits or (config.image and height * width != unit**2):
+        raise ValueError(
+            f"expected uint8 [height, width, {CHANNELS}] with sides of {unit}"
+            f"{'' if config.image else ' times a number'}, got {pixels.dtype} {[*pixels.shape]}"
+        )
+    return Grid(height // config.patch, width // config.patch, config.merge)
+
+
+def strips(pixels: torch.Tensor, config: VisionConfig) -> Iterator[torch.Tensor]:
+    """An image's rows of tokens, some at a time, so that few patches are there at once."""
+    patches = pixels.shape[1] // config.patch * config.merge  # of one row of tokens
+    yield from torch.split(pixels, max(1, ROWS // patches) * config.factor)
+
+
+def cut(
+    pixels: torch.Tensor, config: VisionConfig, by: Normalisation, dtype: torch.dtype
+) -> torch.Tensor:
+    """Normalised in float32. A patch is its channels, frames, rows and columns.
+    uint8 [height, width, channels] -> dtype [patches, config.inputs]"""
+    p, m, frames = config.patch, config.merge, config.frames
+    high, wide = (side // config.factor for side in pixels.shape[:2])
+    shape = (high, wide, m, m, CHANNELS, frames, p, p)
+    out = torch.empty(shape, dtype=dtype, device=pixels.device)
+    for channel, (mean, std) in enumerate(zip(by.mean, by.std, strict=True)):
+        values = pixels[..., channel].float().mul_(by.scale).sub_(mean).div_(std)
+        blocks = values.view(high, m, p, wide, m, p).permute(0, 3, 1, 4, 2, 5)
+        out[:, :, :, :, channel] = blocks.unsqueeze(4)
+    return out.view(-1, config.inputs)

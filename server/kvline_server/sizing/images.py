@@ -1,0 +1,180 @@
+"""Images of a launch: whether they are served, within which bounds, and the largest passes of their
+encoder, which run before the KV cache is sized."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvline_contract.launch import Device as Kind
+from kvline_contract.launch import EngineOptions, LaunchConfig
+from kvline_contract.launch import Images as Asked
+from kvline_contract.memory import ENCODER_CACHE
+from kvline_contract.report import Stage
+from kvline_server.engine.encoding import Bounds
+from kvline_server.errors import ConfigInvalid, ModelUnsupported
+from kvline_server.images import files
+from kvline_server.images.processor import MAX_RATIO, Processor
+from kvline_server.ipc.messages import Progress, SendProgress
+from kvline_server.memory.device import MIB, Device
+from kvline_server.memory.parts import OwnedPart
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.fields import Fields, read_json
+from kvline_server.model.vision.config import Normalisation, VisionConfig, read_vision
+from kvline_server.worker.encoder import Encoder
+
+PER_REQUEST = 8
+# Of an image, resized. On a CPU the largest would take minutes of every start.
+PATCHES = {Kind.CUDA: 16384, Kind.CPU: 1024}
+TEXT = 16  # tokens of the context that an image leaves to the rest of a prompt
+Size = tuple[int, int]  # height and width in pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    vision: VisionConfig
+    processor: Processor
+    per_request: int
+    patches: int  # of an image at most
+
+    @property
+    def tokens(self) -> int:
+        """Of an image at most."""
+        return self.patches // self.vision.merge**2
+
+    def bounds(self, chunk: int) -> Bounds:
+        """Of the encoder beside steps with prompts of up to `chunk` tokens: its cache has what one
+        of these may show, of whose images the last one goes on."""
+        return Bounds(cached=chunk + self.tokens, encoded=self.tokens)
+
+    @property
+    def normalisation(self) -> Normalisation:
+        by = self.processor
+        return Normalisation(by.rescale, by.mean, by.std)
+
+    def largest(self) -> Iterator[list[Size]]:
+        """The images of each of the encoder's largest passes: a square, the widest strip, and as
+        many small ones as a pass takes."""
+        side, tokens = self.vision.factor, self.tokens
+        if self.vision.image:
+            yield [(self.vision.image, self.vision.image)]
+            return
+        rows = math.isqrt(tokens)
+        yield [(rows * side, tokens // rows * side)]
+        rows = max(1, math.ceil(math.sqrt(tokens / MAX_RATIO)))
+        yield [(rows * side, tokens // rows * side)]
+        yield [(side, side)] * tokens
+
+
+def asked(launch: LaunchConfig, longest: int) -> tuple[Images | None, str]:
+    """What is served of images to sequences of up to `longest` tokens, and a warning where the
+    model has what would be. Raises ModelInvalid or ConfigInvalid, and where images are required
+    ModelUnsupported."""
+    engine = launch.engine
+    if engine.images is None:
+        return None, ""
+    try:
+        return _served(launch, longest), ""
+    except ModelUnsupported as error:
+        if engine.images is Asked.REQUIRED:
+            raise
+        return None, "" if isinstance(error, NoEncoder) else f"images are not served: {error}"
+
+
+class NoEncoder(ModelUnsupported):
+    """The model is one of text alone."""
+
+
+def _served(launch: LaunchConfig, longest: int) -> Images:
+    folder, engine = Path(launch.model.path), launch.engine
+    path = folder / "config.json"
+    fields = Fields(read_json(path), path)
+    if not fields.section("vision_config").raw:
+        raise NoEncoder(
+            f"{path} has no vision_config: the model is one of text, and spec.engine.modalities "
+            "has image"
+        )
+    vision = read_vision(fields)
+    if vision.image:
+        raise ModelUnsupported(
+            f"{path}: images of this architecture, whose tokens see those behind them, are not "
+            "served yet; leave image out of spec.engine.modalities"
+        )
+    if launch.device is not Kind.CPU or launch.tensor_parallel > 1:
+        raise ModelUnsupported(
+            "images are served on one CPU rank at present; leave image out of "
+            "spec.engine.modalities"
+        )
+    patches = _patches(launch.device, engine, vision, longest)
+    processor = files.read(folder).within(patches)
+    patches = min(patches, processor.longest // vision.patch**2)  # the model's own limit
+    return Images(vision, processor, engine.max_images_per_request or PER_REQUEST, patches)
+
+
+def _patches(device: Kind, engine: EngineOptions, vision: VisionConfig, longest: int) -> int:
+    of_token = vision.merge**2
+    most = max(0, longest - TEXT) * of_token
+    given = engine.max_image_patches
+    if given is not None and not of_token <= given <= most:
+        raise ConfigInvalid(
+            f"spec.engine.maxImagePatches: expected {of_token} to {most}, as {of_token} patches "
+            f"are a token and the context has {longest}, got {given}; raise maxModelLen, or lower "
+            "it"
+        )
+    if most < of_token:
+        raise ConfigInvalid(
+            f"spec.engine.maxModelLen: expected more than {TEXT} where images are served, got "
+            f"{longest}"
+        )
+    found = given or min(PATCHES[device], most)
+    return found // of_token * of_token
+
+
+def owned(images: Images | None, chunk: int, dtype: torch.dtype) -> tuple[OwnedPart, ...]:
+    """The encoder's cache beside steps of up to `chunk` prompt tokens; its tower is among the
+    weights."""
+    if images is None:
+        return ()
+    rows, vision = images.bounds(chunk).cached, images.vision
+    text = 1 if vision.deepstack else 0  # the row of zeros that is added to text
+    nbytes = rows * vision.width + text * (vision.width - vision.out)
+    detail = f"{rows} tokens of images"
+    return (OwnedPart(ENCODER_CACHE, fixed=nbytes * dtype.itemsize, detail=detail),)
+
+
+def opened(
+    images: Images | None, decoder: Decoder, device: Device, send: SendProgress
+) -> tuple[Encoder | None, int]:
+    """The encoder, and what its largest passes take, which stays free for it in service. Raises
+    DeviceOutOfMemory."""
+    tower = decoder.weights.tower
+    if images is None or tower is None:
+        return None, 0
+    encoder = Encoder(tower, decoder, images.normalisation)
+    return encoder, _work_bytes(encoder, images, device, send)
+
+
+def _work_bytes(encoder: Encoder, images: Images, device: Device, send: SendProgress) -> int:
+    """Of the most that one of them takes, whole MiB."""
+    began, most = time.monotonic(), 0
+    for sizes in images.largest():
+        device.settle()
+        device.reset_peak()
+        before = device.now()
+        pixels = [np.zeros((*size, 3), np.uint8) for size in sizes]
+        rows = sum(height * width for height, width in sizes) // images.vision.factor**2
+        encoder.begin(pixels, np.arange(rows, dtype=np.int64))
+        encoder.run(0)
+        device.keep_peak(again=False)
+        most = max(most, device.peak() - before)
+    device.settle()
+    ms, taken = round((time.monotonic() - began) * 1000), -(-most // MIB) * MIB
+    what = f"images of up to {images.patches} patches"
+    send(Progress(stage=Stage("encoder", ms, taken, what)))
+    return taken

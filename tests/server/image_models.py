@@ -1,0 +1,94 @@
+"""Engines over tiny models that see images, and what transformers answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import vision_models
+from engines import mapped
+from vision_models import IMAGE, PATCH, Picture
+
+from kvline_server.engine.encoding import Bounds, Encoding
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.pictures import Image, Pictures
+from kvline_server.images.pixels import digest
+from kvline_server.images.positions import Placed, mrope
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.device import cpu_device
+from kvline_server.memory.states import StatePool
+from kvline_server.model.config import read_config
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.parallel.executor import Local
+from kvline_server.worker.encoder import Encoder
+from kvline_server.worker.worker import Worker
+
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
+SIDE = 2 * PATCH  # pixels of a token's side
+Part = int | Picture  # a token, or an image
+
+
+def engine(
+    family: str,
+    step: int = 64,
+    running: int = 4,
+    pages: int = 60,
+    bounds: Bounds | None = None,
+    model_len: int = 400,
+    kernels: TorchKernels | None = None,
+) -> Engine:
+    own = vision_models.saved(family)
+    config, vision, kernels = read_config(own.folder), own.config, kernels or TorchKernels()
+    bounds = bounds or Bounds(cached=step + 64, encoded=64)
+    source = SafetensorsSource(own.folder)
+    weights = load_weights(source, config, kernels, vision=vision, encoded=bounds.cached)
+    decoder = Decoder(config, weights, model_len, kernels, step, len(vision.deepstack))
+    assert weights.tower is not None
+    encoder = Encoder(weights.tower, decoder, vision_models.BY)
+    arena = mapped(decoder, model_len, pages, slots=1 + running + 8)
+    return Engine(
+        Local(Worker(decoder, arena, 64, running), cpu_device(None, os.getpid())),
+        running,
+        step,
+        model_len,
+        config.eos_token_ids,
+        states=StatePool(running, 8) if config.recurrent else None,
+        encoding=Encoding(encoder, bounds, step, config.vocabulary),
+    )
+
+
+def prompt(parts: Sequence[Part], axes: bool = True) -> tuple[list[int], Pictures]:
+    """Of tokens and images, as HTTP sends it."""
+    tokens: list[int] = []
+    images: list[Image] = []
+    placed: list[Placed] = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens.append(part)
+            continue
+        rows, columns = part.shape[0] // SIDE, part.shape[1] // SIDE
+        images.append(Image(len(tokens), rows * columns, digest(part), part))
+        placed.append(Placed(len(tokens), rows, columns))
+        tokens += [IMAGE] * (rows * columns)
+    positions, shift = mrope(len(tokens), placed)
+    return tokens, Pictures(tuple(images), positions.astype(np.int64) if axes else None, shift)
+
+
+@torch.inference_mode()
+def logits(
+    family: str, parts: Sequence[Part], tokens: list[int], answer: list[int]
+) -> torch.Tensor:
+    """transformers', of a prompt and what followed it. -> [tokens, vocabulary]"""
+    model = vision_models.saved(family).model
+    whole = torch.tensor([tokens + answer])
+    images = [part for part in parts if not isinstance(part, int)]
+    given: dict[str, Any] = {}
+    if images:
+        given = dict(vision_models.pixel_values(family, images))
+        given["mm_token_type_ids"] = (whole == IMAGE).int()
+    found: torch.Tensor = model(input_ids=whole, **given).logits[0]
+    return found

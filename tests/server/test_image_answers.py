@@ -1,0 +1,218 @@
+"""Answers to prompts with images against transformers, in float32: whole and in chunks that cut
+images, alone and beside others, from the prefix cache and after preemption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engines import finish, greedy
+from image_models import FAMILIES, Part, engine, logits, prompt
+from near import TOLERANCE
+from stand_ins import CapturedKernels, Pool
+from vision_models import picture
+
+from kvline_server.engine import encoding
+from kvline_server.engine.encoding import Bounds
+from kvline_server.engine.engine import Engine, Output
+from kvline_server.model.decoder import Decoder
+from kvline_server.worker.graphs import graphs, steps
+
+TALL, WIDE, SMALL = picture(40, 24, 1), picture(16, 88, 2), picture(8, 8, 3)
+TEXT = [int(n) for n in torch.arange(20, 60)]
+PROMPTS: dict[str, list[Part]] = {
+    "between": [5, 9, 17, TALL, 33, 34, 35],
+    "first": [WIDE, 7, 8],
+    "last": [7, 8, 9, SMALL],
+    "several": [1, TALL, 6, SMALL, 2, 3, WIDE, 4, TALL, 5],
+    "long": [*TEXT, TALL, *TEXT, WIDE, *TEXT],
+    "text": [*TEXT, 11, 12],
+}
+
+
+def answers(
+    made: Engine, prompts: dict[str, list[Part]], tokens: int = 12
+) -> dict[int, list[Output]]:
+    for id, parts in enumerate(prompts.values()):
+        own, pictures = prompt(parts)
+        some = pictures if pictures.images else None
+        made.submit(id, own, greedy(tokens, logprobs=0), some)
+    return finish(made)
+
+
+def equal_to_transformers(family: str, parts: list[Part], outputs: list[Output]) -> None:
+    """Each token was the best, or as good, behind those before; and its logprob is theirs."""
+    own, _ = prompt(parts)
+    answer = [token for output in outputs for token in output.tokens]
+    found = logits(family, parts, own, answer)[len(own) - 1 : -1]
+    chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+    assert (chosen >= found.amax(dim=1) - 2 * TOLERANCE).all()
+    want = chosen - found.logsumexp(dim=1)
+    values = [float(o.scores.values[0]) for o in outputs if o.scores is not None]
+    assert values == pytest.approx(want.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "step"),
+    [
+        (family, step)
+        for family in FAMILIES
+        # Hybrids' chunks are multiples of 64.
+        for step in (72 if "qwen3_5" in family else 24, 256)
+    ],
+)
+def test_answers_to_images_equal_those_of_transformers(family: str, step: int) -> None:
+    found = answers(engine(family, step=step), PROMPTS)
+    for id, parts in enumerate(PROMPTS.values()):
+        equal_to_transformers(family, parts, found[id])
+
+
+def tokens_of(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
+def test_a_prompt_alone_again_preempted_and_beside_others_has_one_answer(family: str) -> None:
+    parts = PROMPTS["long"]
+    alone = engine(family, step=128)
+    cold = tokens_of(answers(alone, {"long": parts})[0])
+    own, pictures = prompt(parts)
+    alone.submit(1, own, greedy(12), pictures)
+    warm = finish(alone)[1]
+    assert tokens_of(warm) == cold and warm[0].sequence.cached > len(TEXT) + 15
+    few = engine(family, step=128, pages=22)  # two of these prompts, not their answers
+    found = answers(few, {"a": parts, "b": [*parts[:-1], 99], "c": parts}, tokens=40)
+    assert few.scheduler.preemptions, "there was no need to preempt"
+    assert tokens_of(found[0])[:12] == tokens_of(found[2])[:12] == cold
+    equal_to_transformers(family, parts, found[0])
+
+
+def test_another_image_of_equal_tokens_shares_no_page_and_the_same_one_does() -> None:
+    """Token ids are those of any image of this size: by them alone one client would be shown
+    another's picture."""
+    other = TALL.copy()
+    other[0, 0, 0] ^= 1
+    made = engine("qwen3_vl")
+    text = TEXT[:16]
+    first = answers(made, {"image": [*text, TALL, *TEXT]})
+    for id, (image, least, most) in enumerate([(other, 16, 16), (TALL, 64, 70)], 1):
+        own, pictures = prompt([*text, image, *TEXT])
+        made.submit(id, own, greedy(12, logprobs=0), pictures)
+        found = finish(made)[id]
+        assert least <= found[0].sequence.cached <= most
+        equal_to_transformers("qwen3_vl", [*text, image, *TEXT], found)
+    assert tokens_of(found) == tokens_of(first[0])
+
+
+def test_a_salt_keeps_images_apart_too() -> None:
+    made = engine("qwen3_vl")
+    own, pictures = prompt([TALL, *TEXT])
+    cached = []
+    for id, salt in enumerate(["a", "", "b", "a"]):
+        made.submit(id, list(own), greedy(1, cache_salt=salt), pictures)
+        cached.append(finish(made)[id][0].sequence.cached)
+    assert cached[:3] == [0, 0, 0] and cached[3] >= 48
+
+
+class Watched:
+    """An encoder, and what it was asked."""
+
+    def __init__(self, made: Engine) -> None:
+        assert made.encoding is not None
+        self.encoder, made.encoding.encoder = made.encoding.encoder, self
+        self.images: list[int] = []  # of each pass
+        self.layers: list[int] = []  # of each slice; 0: all
+
+    def begin(self, images: list[np.ndarray], rows: np.ndarray) -> None:
+        self.images.append(len(images))
+        self.encoder.begin(images, rows)
+
+    def run(self, layers: int) -> bool:
+        self.layers.append(layers)
+        return self.encoder.run(layers)
+
+
+def test_what_does_not_fit_at_once_is_encoded_in_turns() -> None:
+    """With a cache of few more rows than an image and a chunk, and passes of one image."""
+    made = engine("qwen3_vl", step=24, bounds=Bounds(cached=46, encoded=22))
+    watched = Watched(made)
+    found = answers(made, PROMPTS)
+    for id, parts in enumerate(PROMPTS.values()):
+        equal_to_transformers("qwen3_vl", parts, found[id])
+    assert watched.images == [1, 1, 1], "no two fit"
+
+
+def test_beside_decodes_a_large_image_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "SLICE", 22)
+    made = engine("qwen3_vl")
+    watched = Watched(made)
+    own, _ = prompt(PROMPTS["text"])
+    made.submit(0, own, greedy(12))
+    steps = [made.step() for _ in range(2)]
+    image, pictures = prompt(PROMPTS["first"])
+    made.submit(1, image, greedy(12, logprobs=0), pictures)
+    found: dict[int, list[Output]] = {}
+    while not made.idle:
+        steps.append(made.step())
+    for output in (each for step in steps for each in step):
+        found.setdefault(output.sequence.id, []).append(output)
+    assert watched.layers == [1, 1, 1]
+    equal_to_transformers("qwen3_vl", PROMPTS["first"], found[1])
+    # Three tokens came between its layers.
+    between = [[o.sequence.id for o in step] for step in steps]
+    assert between[3:6] == [[0], [0], [0, 1]] or between[3:6] == [[0], [0], [0]]
+
+
+def test_an_image_that_nobody_waits_for_any_more_does_no_harm() -> None:
+    """Its sequence is aborted while its image is in the encoder, and another comes."""
+    made = engine("qwen3_vl")
+    watched = Watched(made)
+    own, pictures = prompt(PROMPTS["several"])
+    own_text, _ = prompt(PROMPTS["text"])
+    made.submit(0, own_text, greedy(30))
+    for _ in range(2):
+        made.step()
+    made.submit(1, own, greedy(12), pictures)
+    made.step()
+    made.abort(1)
+    image, pictures = prompt(PROMPTS["long"])
+    made.submit(2, image, greedy(12, logprobs=0), pictures)
+    found = finish(made)
+    equal_to_transformers("qwen3_vl", PROMPTS["long"], found[2])
+    assert 1 not in found and watched.images
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_last_token_of_an_image_is_never_decoded_alone(family: str, penalty: float) -> None:
+    """Not behind pages of the prefix cache, nor where few penalties fit into a step."""
+    made, found = engine(family, step=96, pages=20), dict[int, list[Output]]()
+    for id in range(4):
+        own, pictures = prompt([*TEXT[:16], SMALL] if id % 2 else [*TEXT, *TEXT[:7], SMALL])
+        made.submit(id, own, greedy(4, logprobs=0, presence_penalty=penalty), pictures)
+        if id < 2:
+            found |= finish(made)
+    found |= finish(made)
+    for id in (2, 3):
+        assert tokens_of(found[id]) == tokens_of(found[id - 2])
+    if not penalty:
+        equal_to_transformers(family, [*TEXT[:16], SMALL], found[3])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_steps_with_images_stay_on_captured_graphs(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stand-ins, with a step in flight: answers are those of transformers, and no step was run
+    without."""
+    pool, inputs = Pool(), steps._Inputs
+    monkeypatch.setattr(graphs, "GraphPool", lambda: pool)
+    monkeypatch.setattr(steps, "_Inputs", lambda rows, pages, **_: inputs(rows, pages))
+    made = engine(family, step=24, kernels=CapturedKernels())
+    made.executor.resize(tuple(60 for _ in made.executor.pages))
+    assert made.executor.capture(24, 400)
+    monkeypatch.setattr(Decoder, "step", None)
+    found = answers(made, PROMPTS)
+    for id, parts in enumerate(PROMPTS.values()):
+        equal_to_transformers(family, parts, found[id])
+    assert pool.replayed

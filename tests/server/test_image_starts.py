@@ -1,0 +1,172 @@
+"""A start of a model that sees images: what its encoder takes is reserved before the KV cache, or
+images are refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vision_models
+from engines import finish, greedy
+from image_models import prompt
+from servers import launch_config
+from vision_models import PATCH, picture
+
+from kvline_contract.launch import CapacityOptions, Device, EngineOptions, Images
+from kvline_contract.memory import ENCODER_CACHE, ENCODER_WORK, TOWER
+from kvline_server.engine_process.start import LoadedRank, load_rank, start
+from kvline_server.errors import ConfigInvalid, ModelNotFound, ModelUnsupported
+from kvline_server.ipc.messages import Progress
+from kvline_server.sizing import images
+
+LARGE = 4096 << 20
+LENGTH = 256
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": PATCH,
+    "merge_size": 2,
+    "size": {"shortest_edge": 4 * PATCH**2, "longest_edge": 400 * PATCH**2},
+    "image_mean": list(vision_models.BY.mean),
+    "image_std": list(vision_models.BY.std),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_processor("qwen3_vl", tmp_path_factory.mktemp("images"))
+
+
+def with_processor(family: str, into: Path) -> Path:
+    shutil.copytree(vision_models.saved(family).folder, into, dirs_exist_ok=True)
+    (into / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    return into
+
+
+def loaded(folder: Path, heard: list[Any] | None = None, **engine: Any) -> LoadedRank:
+    engine = dict[str, Any](max_model_len=LENGTH, images=Images.REQUIRED) | engine
+    send = (lambda message: None) if heard is None else heard.append
+    launch = launch_config(folder, EngineOptions(**engine))
+    return load_rank(launch, send, LARGE, os.getpid(), wait_for_neighbours=lambda: None)
+
+
+def test_an_encoder_has_its_bytes_for_good(folder: Path) -> None:
+    heard: list[Any] = []
+    made = loaded(folder, heard, max_image_patches=64, max_prefill_tokens=48)
+    sees, encoder = made.settings.images, made.loaded.encoder
+    assert sees is not None and encoder is not None
+    assert (sees.patches, sees.tokens, sees.per_request) == (64, 16, images.PER_REQUEST)
+    parts = {part.name: part.fixed for part in made.loaded.owned}
+    assert parts[TOWER] == encoder.tower.nbytes(encoder.embeddings.dtype) > 0
+    # A chunk's rows and an image's, each an embedding and two that deepstack adds; and zeros.
+    assert len(encoder.embeddings) == 48 + 16
+    assert parts[ENCODER_CACHE] == 4 * 48 * (64 * 3 + 2)
+    assert encoder.deepstack.shape == (2, 64, 48)
+    stages = [message.stage for message in heard if isinstance(message, Progress)]
+    (stage,) = [each for each in stages if each is not None and each.name == "encoder"]
+    assert stage.detail == "images of up to 64 patches"
+    assert made.settings.encoder_bytes == stage.bytes and not stage.bytes % (1 << 20)
+    effective = made.settings.effective(LENGTH)
+    assert (effective.max_images_per_request, effective.max_image_patches) == (8, 64)
+    text = loaded(folder, images=None, max_prefill_tokens=48)
+    kept = made.settings.reserved() - text.settings.reserved()
+    assert kept == stage.bytes > 0, "what its largest images take stays free"
+    assert text.loaded.encoder is None and text.settings.encoder_bytes == 0
+    assert not {TOWER, ENCODER_CACHE} & {part.name for part in text.loaded.owned}
+    assert text.settings.effective(LENGTH).max_image_patches is None
+    assert text.loaded.fingerprint != made.loaded.fingerprint
+
+
+def test_a_start_ends_with_an_engine_that_answers_to_an_image(folder: Path, tmp_path: Path) -> None:
+    options = EngineOptions(max_model_len=LENGTH, max_running_requests=2, images=Images.REQUIRED)
+    engine, result = start(
+        launch=launch_config(folder, options, CapacityOptions(headroom_mib=8)),
+        send=lambda message: None,
+        attempts=tmp_path / "attempts.json",
+        record=None,
+        wait_for_neighbours=lambda: None,
+        memory=2 << 30,
+        root=os.getpid(),
+    )
+    own, pictures = prompt([5, picture(40, 24), 7])
+    engine.submit(0, own, greedy(5), pictures)
+    assert len(finish(engine)[0]) == 5
+    (memory,) = result.ranks
+    names = [part.name for part in memory.parts]
+    assert {TOWER, ENCODER_CACHE, ENCODER_WORK} <= set(names)
+
+
+def test_the_largest_passes_are_a_square_the_widest_strip_and_many_small_images(
+    folder: Path,
+) -> None:
+    sees = loaded(folder, max_image_patches=4 * 210).settings.images
+    assert sees is not None and sees.tokens == 100, "the model's own limit is lower"
+    wide = replace(sees, patches=4 * 810)
+    side = 2 * PATCH
+    square, strip, small = wide.largest()
+    assert square == [(28 * side, 28 * side)]
+    assert strip == [(3 * side, 270 * side)]
+    assert small == [(side, side)] * 810
+    for sizes in (square, strip, small):
+        assert sum(h * w for h, w in sizes) <= 810 * side**2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "why"),
+    [
+        ({"max_image_patches": 3 * 256 * 4}, ConfigInvalid, "maxImagePatches: expected 4 to 960"),
+        ({"max_model_len": 16}, ConfigInvalid, "maxModelLen: expected more than 16"),
+    ],
+)
+def test_bounds_that_do_not_fit_are_refused_by_their_field(
+    change: dict[str, Any], error: type[Exception], why: str, folder: Path
+) -> None:
+    with pytest.raises(error, match=why):
+        loaded(folder, **change)
+
+
+def test_images_that_are_not_served_are_refused_where_they_are_required(
+    folder: Path, tmp_path: Path
+) -> None:
+    gemma = with_processor("gemma3", tmp_path / "gemma")
+    text = tmp_path / "text"
+    shutil.copytree(folder, text)
+    raw = json.loads((text / "config.json").read_text())
+    (text / "config.json").write_text(json.dumps(raw | {"vision_config": {}}))
+    required, served = (
+        EngineOptions(max_model_len=LENGTH, images=each)
+        for each in (Images.REQUIRED, Images.IF_SERVED)
+    )
+    for given, device, why in (
+        (gemma, Device.CPU, "images of this architecture"),
+        (text, Device.CPU, "no vision_config: the model is one of text"),
+        (folder, Device.CUDA, "one CPU rank at present"),
+    ):
+        launch = replace(launch_config(given, required), device=device)
+        with pytest.raises(ModelUnsupported, match=why):
+            images.asked(launch, LENGTH)
+        sees, warning = images.asked(replace(launch, engine=served), LENGTH)
+        assert sees is None
+        assert warning == "" if given is text else why in warning
+    (folder / "preprocessor_config.json").rename(folder / "elsewhere")
+    try:
+        with pytest.raises(ModelNotFound, match=r"preprocessor_config\.json"):
+            loaded(folder)
+    finally:
+        (folder / "elsewhere").rename(folder / "preprocessor_config.json")
+
+
+def test_pixels_are_normalised_as_the_models_files_say(folder: Path) -> None:
+    encoder = loaded(folder).loaded.encoder
+    assert encoder is not None and encoder.normalisation == vision_models.BY
+    encoder.begin([picture(8, 8)], np.arange(1, dtype=np.int64))
+    assert encoder.run(0)
+    want = vision_models.rows(vision_models.loaded("qwen3_vl"), [picture(8, 8)])
+    torch.testing.assert_close(encoder.embeddings[0], want[0, :48])
+    torch.testing.assert_close(encoder.deepstack[:, 0].flatten(), want[0, 48:])
