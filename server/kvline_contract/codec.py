@@ -238,13 +238,3 @@ def _read_scalar(kind: Any, value: Any, bounds: Any, where: str) -> Any:
     except ValueError:
         allowed = ", ".join(kind)
         raise ContractError(f"{where}: expected one of {allowed}, got {value[:40]!r}") from None
-
-
-def check_version(value: dict[str, Any], what: str, known: tuple[int, ...]) -> int:
-    """A document's version. Raises ContractError for one that is not `known`."""
-    got = value.get("version")
-    if type(got) is not int or got not in known:
-        *others, last = map(str, known)
-        readable = f"{', '.join(others)} and {last}" if others else last
-        raise ContractError(f"version: {what} of version {got!r:.20}, {readable} can be read here")
-    return got

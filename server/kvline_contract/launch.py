@@ -10,17 +10,9 @@ from enum import StrEnum
 from hashlib import sha256
 from hmac import compare_digest
 
-from kvline_contract.codec import (
-    ContractError,
-    check_version,
-    decode,
-    document,
-    dumps,
-    field,
-    loads,
-)
+from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
 from kvline_contract.memory import MemoryV1
-from kvline_contract.report import MAX_GEMM_KERNELS, MAX_RANKS, Result
+from kvline_contract.report import MAX_GEMM_KERNELS, MAX_RANKS, Result, check_version
 
 VERSION = 1
 MAX_RECORDS = 16  # fingerprints per service

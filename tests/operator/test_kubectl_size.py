@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvline_contract.launch import Images, LaunchConfig
 from kvline_contract.names import LABEL_SERVICE, LAUNCH_FILE
 from kvline_contract.report import SizingReport, State
 from kvline_kubectl import show
 from kvline_kubectl.__main__ import parser
 from kvline_kubectl.check import Answer, Result
 from kvline_kubectl.cluster import Cluster, Problem
-from kvline_kubectl.size import _image, command, from_file, largest
+from kvline_kubectl.size import _image, _images, command, from_file, largest
 from kvline_kubectl.size_job import Question, objects, operator_settings
 from kvline_operator.api.spec import parse
+from kvline_operator.errors import SpecError
 from kvline_operator.plan import revisions
 from kvline_operator.plan.render import controller_revision
 from kvline_operator.report.display import reported
+from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.settings import Settings
+from kvline_operator.store.revision_state import RevisionState
 
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 HUB = f"hf://org/tiny@{'a' * 40}"
@@ -118,6 +122,25 @@ def test_without_an_image_it_is_that_of_the_service_s_own_revision() -> None:
     for body, found in ((other, own), (service(), None)):
         with pytest.raises(Problem, match="--image is required"):
             _image(body, found)
+
+
+def test_images_are_measured_as_the_operator_would_have_them_served() -> None:
+    """Those of the stable revision where the spec does not say, and of a new service its own."""
+
+    def launched(body: Object, *history: RevisionEntry) -> Images | None:
+        found = _images(body, history)
+        _, (config,) = objects(Question(body, "image", Settings("image"), images=found))
+        return LaunchConfig.parse(config["data"][LAUNCH_FILE]).engine.images
+
+    inputs = parse(service()).inputs
+    text = RevisionEntry("aaaaa", 1, "image", "", inputs, RevisionState(accepted=1))
+    sees = replace(text, name="bbbbb", number=2, images=Images.REQUIRED, state=RevisionState())
+    assert launched(service()) is launched(service(), sees) is Images.IF_SERVED
+    assert launched(service(), sees, text) is None
+    both = service({"engine": {"modalities": ["text", "image"], "maxImagePatches": 64}})
+    assert launched(both, text) is Images.REQUIRED
+    with pytest.raises(SpecError, match="maxImagePatches bounds images"):
+        launched(service({"engine": {"maxImagePatches": 64}}), text)
 
 
 def test_a_comparison_has_room_for_each_choice_and_measures_the_spec_in_its_own() -> None:
