@@ -18,6 +18,7 @@ import pytest
 from image_files import noise, png, saved, turned
 from image_kit import PAD, Pictured, chat, part, text
 from tokenizers import AddedToken
+from waiting import limit
 
 from kvline_server.errors import ModelInvalid
 from kvline_server.http import image_store
@@ -358,13 +359,13 @@ def test_a_thread_that_decodes_keeps_its_place_when_its_client_leaves(
 
     def slow(*of: Any) -> Pixels:
         begun.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(limit(20))
         return pixels(*of)
 
     async def story(http: Pictured) -> None:
         monkeypatch.setattr(image_store, "pixels", slow)
         asking = asyncio.create_task(http.ask(chat(part(LARGE))))
-        await asyncio.to_thread(begun.wait, 20)
+        assert await asyncio.to_thread(begun.wait, limit(20))
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         monkeypatch.setattr(image_store, "pixels", pixels)
