@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvline_contract.codec import check_version, decode, document, field, loads
-from kvline_contract.report import VERSION
+from kvline_contract.codec import decode, document, field, loads
+from kvline_contract.report import check_version
 
 MAX_LOAD_BYTES = 4096
 
@@ -43,5 +43,5 @@ class Load:
     @classmethod
     def parse(cls, text: str | bytes) -> Load:
         value = loads(text, MAX_LOAD_BYTES)
-        check_version(value, "load", (VERSION,))
+        check_version(value, "load")
         return decode(cls, value, strict=False)

@@ -17,7 +17,6 @@ from urllib.parse import parse_qs
 from kvline_contract.codec import (
     MAX_TEXT,
     ContractError,
-    check_version,
     decode,
     document,
     dumps,
@@ -166,7 +165,7 @@ class Termination:
     @classmethod
     def parse(cls, text: str | bytes) -> Termination:
         value = loads(text, MAX_TERMINATION_BYTES)
-        check_version(value, "termination message", (VERSION,))
+        check_version(value, "termination message")
         return decode(cls, value, strict=False)
 
     def dumps(self) -> str:
@@ -353,3 +352,12 @@ def served(query: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,8}", asked):
         raise ContractError(f"version: expected a number from 1, got {asked[:20]!r}")
     return min(int(asked), REPORT_VERSION)
+
+
+def check_version(value: dict[str, Any], what: str, known: tuple[int, ...] = (VERSION,)) -> int:
+    got = value.get("version")
+    if type(got) is not int or got not in known:
+        *others, last = map(str, known)
+        readable = f"{', '.join(others)} and {last}" if others else last
+        raise ContractError(f"version: {what} of version {got!r:.20}, {readable} can be read here")
+    return got

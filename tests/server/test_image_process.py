@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from image_files import noise
 from image_kit import EFFECTIVE, chat, part, text
-from pictures import noise
 from servers import launch_config
 from waiting import limit
 

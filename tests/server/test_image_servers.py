@@ -18,6 +18,7 @@ from image_files import noise
 from image_kit import PAD, TEMPLATE, chat, part, text
 from servers import Server, serving
 from tokenizers import Tokenizer
+from waiting import limit
 
 from kvline_contract.launch import EngineOptions, Images
 
@@ -42,7 +43,7 @@ def seeing(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def ask(server: Server, *parts: dict[str, Any], **more: Any) -> Any:
     body = chat(*parts, logprobs=True, **more)
-    return server.client.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    return server.client.post(f"{server.url}/v1/chat/completions", json=body, timeout=limit(60))
 
 
 @torch.inference_mode()
