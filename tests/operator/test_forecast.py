@@ -46,10 +46,15 @@ class Machine:
     tower: int = 0
     of_patch: int = 0
 
-    def _patches(self, engine: Object) -> int:
-        """0 where no images are served."""
-        serves = self.tower and "image" in engine.get("modalities", ["text"])
-        return engine.get("maxImagePatches", 16384) if serves else 0
+    def _patches(self, engine: Object) -> int | None:
+        """Of an image, whose tokens the context has room for beside a text; None where more are
+        asked for, 0 where no images are served."""
+        if not self.tower or "image" not in engine.get("modalities", ["text"]):
+            return 0
+        asked, most = engine.get("maxImagePatches"), 4 * (engine["maxModelLen"] - 16)
+        if asked is None:
+            return int(min(16384, most))
+        return int(asked) if asked <= most else None
 
     def size(self, inputs: Object, memory: int) -> CapacityStatus | None:
         """None where the model does not fit."""
@@ -72,7 +77,8 @@ class Machine:
         running = engine["maxRunningRequests"] or self._running(
             reserved, (memory - self.weights - headroom) * MIB
         )
-        patches = self._patches(engine)
+        if (patches := self._patches(engine)) is None:
+            return None
         step = self.fixed * MIB + 1024 * (self.of_request * running + self.of_row * rows)
         step += 16 * patches
         scores = self._scored(memory) * self.vocabulary * 12
@@ -476,6 +482,8 @@ def test_text_alone_leaves_what_the_encoder_of_images_takes() -> None:
     assert smaller.low == made.kv_tokens and smaller.high is not None
     assert larger.low == 0 and larger.high == found(made).high
     assert found(made, maxImagePatches=None) == Bounds(0, None), "the server's default"
+    assert found(made, maxModelLen=4096).low == 0, "its context may have no room for 4,096"
+    assert found(made, maxPrefillTokens=256).low == made.kv_tokens
     plain = sees.size(inputs_of({**GIVEN, "modalities": ["text"]}, True), 2048)
     assert plain is not None and "modalities" not in fields(plain, before, 16)
     assert found(plain, modalities=["text"]) == found(plain, modalities=None) == found(plain)

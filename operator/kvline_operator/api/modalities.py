@@ -34,8 +34,8 @@ def check(engine: Object) -> None:
 
 
 def ordered(given: list[str]) -> list[str]:
-    """Text first, so that two orders are one revision."""
-    return sorted(given, key=lambda each: (each != Modality.TEXT, each))
+    """Each once and text first, so that two orders are one revision."""
+    return sorted(set(given), key=lambda each: (each != Modality.TEXT, each))
 
 
 def images(engine: Object, absent: str | None) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 from typing import Any
 
@@ -184,7 +184,8 @@ def _effect(
         asked = (before.get("engine") or {}).get("prefixSnapshots")
         # The server's default may follow how many requests run.
         follows = 0 if asked is not None else measured.snapshots or 0
-        return _of_limit(field, old, new, measured, follows)
+        found = _of_limit(field, old, new, measured, follows)
+        return found if new > old else _with_encoder(found, field, measured, after)
     return UNKNOWN
 
 
@@ -222,6 +223,17 @@ def _of_state_dtype(old: Any, new: Any, slots: Slots, small: int | None) -> Effe
         return UNKNOWN
     count = 1 + slots.sequences + slots.snapshots  # with that of padding
     return Effect(0, count * (slots.slot_bytes - small))
+
+
+def _with_encoder(lowered: Effect, field: str, measured: CapacityStatus, after: Object) -> Effect:
+    """By the context and the tokens of a step a server bounds images, and with them the encoder's
+    step and cache. One that the spec bounds may not fit a shorter context, so that none starts."""
+    if field not in ("maxModelLen", "maxPrefillTokens"):
+        return lowered
+    most = lowered.most + _bytes(measured, ENCODER_WORK, ENCODER_CACHE)
+    bounded = field == "maxModelLen" and "maxImagePatches" in after["engine"]
+    unsure = bounded and encoder_parts(measured.memory.upgraded())
+    return replace(lowered, least=-inf if unsure else lowered.least, most=most)
 
 
 def _of_modalities(new: list[str] | None, measured: CapacityStatus) -> Effect:
