@@ -120,17 +120,17 @@ def _served(launch: LaunchConfig, longest: int) -> Images:
 def _patches(device: Kind, engine: EngineOptions, vision: VisionConfig, longest: int) -> int:
     of_token = vision.merge**2
     most = max(0, longest - TEXT) * of_token
+    if not most:
+        raise ModelUnsupported(
+            f"a context of {longest} tokens has no room for an image: raise "
+            "spec.engine.maxModelLen, or leave image out of spec.engine.modalities"
+        )
     given = engine.max_image_patches
     if given is not None and not of_token <= given <= most:
         raise ConfigInvalid(
             f"spec.engine.maxImagePatches: expected {of_token} to {most}, as {of_token} patches "
             f"are a token and the context has {longest}, got {given}; raise maxModelLen, or lower "
             "it"
-        )
-    if most < of_token:
-        raise ConfigInvalid(
-            f"spec.engine.maxModelLen: expected more than {TEXT} where images are served, got "
-            f"{longest}"
         )
     found = given or min(PATCHES[device], most)
     return found // of_token * of_token
