@@ -121,7 +121,7 @@ def test_the_largest_passes_are_a_square_the_widest_strip_and_many_small_images(
     ("change", "error", "why"),
     [
         ({"max_image_patches": 3 * 256 * 4}, ConfigInvalid, "maxImagePatches: expected 4 to 960"),
-        ({"max_model_len": 16}, ModelUnsupported, "16 tokens has no room .* maxModelLen"),
+        ({"max_model_len": 16}, ModelUnsupported, r"16 tokens has no room .*maxModelLen"),
     ],
 )
 def test_bounds_that_do_not_fit_are_refused_by_their_field(
