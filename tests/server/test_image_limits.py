@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import image_load
 import numpy as np
 import pytest
 from servers import launch_config
@@ -27,6 +28,7 @@ LIMITS = [
 ]
 WRITER = """
 import sys
+import image_load
 import numpy as np
 from kvline_server.ipc.pixels import Places
 places = Places(int(sys.argv[1]))
@@ -82,3 +84,11 @@ def test_each_process_shares_memory_with_the_engine_where_images_are_served() ->
     assert not SharedPixels(files[0]).view(int(done.stdout), 4, 4).any()
     for file in files:
         os.close(file)
+
+
+@pytest.mark.process
+def test_large_images_at_once_take_no_more_than_is_counted(image_model: Path) -> None:
+    """Of bodies 6 MiB are counted with those of texts."""
+    growth = image_load.played(image_model)
+    assert growth < image_load.LIMITS.image_memory()
+    assert growth > image_load.LIMITS.decode_bytes // 2, "of one decode at least"
