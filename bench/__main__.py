@@ -67,6 +67,7 @@ def main(names: list[str]) -> int:
         "http-cpu": "http_cpu",
         "http-tools": "http_tools",
         "chat-tools": "chat_tools",
+        "images-cpu": "images_cpu",
         "lm-eval": "lm_eval_scores",
     }
     unknown = [n for n in names if n not in known]

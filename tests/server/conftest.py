@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def tiny_model(make_model: Callable[..., Path]) -> Path:
     """A llama with a byte-level tokenizer and a chat template: enough to serve."""
     folder = make_model("llama")
-    write_tokenizer(folder)
+    families.write_tokenizer(folder)
     return folder
 
 
@@ -41,7 +40,7 @@ def tiny_model(make_model: Callable[..., Path]) -> Path:
 def shared_model(make_model: Callable[..., Path]) -> Path:
     """One of which two, three and four ranks can each have a share."""
     folder = make_model("shared")
-    write_tokenizer(folder)
+    families.write_tokenizer(folder)
     return folder
 
 
@@ -51,19 +50,19 @@ def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hybrid_models import build, save
 
     folder = save(build("qwen3.5"), tmp_path_factory.mktemp("hybrid"))
-    write_tokenizer(folder)
+    families.write_tokenizer(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def image_model(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-VL with a tokenizer and a chat template that writes images."""
-    import image_kit
+    import image_chats
 
     folder = tmp_path_factory.mktemp("images")
     source = shutil.copytree(make_model("qwen3-vl"), folder / "text")
-    write_tokenizer(source)
-    return image_kit.write(source, folder / "model")
+    families.write_tokenizer(source)
+    return image_chats.write(source, folder / "model")
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +102,3 @@ def make_chat(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     yield make
     made.clear()
-
-
-def write_tokenizer(folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|start|>", special=True)])
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-    )
-    settings = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

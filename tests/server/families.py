@@ -186,3 +186,21 @@ def reference(folder: Path) -> torch.nn.Module:
     model: Any = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32)
     assert isinstance(model, torch.nn.Module)
     return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|start|>", special=True)])
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    settings = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -4,11 +4,8 @@ what it is given."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
-import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -22,10 +19,8 @@ import httpx
 import numpy as np
 import torch
 from engines import mapped
-from image_files import saved
-from PIL import Image
+from image_chats import SIDE
 from scripted import Scripted
-from tokenizers import AddedToken, Tokenizer
 from waiting import limit
 
 from kvline_contract.report import Effective
@@ -48,59 +43,7 @@ from kvline_server.options.options import Options
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
 
-PAD = "<|image_pad|>"
-SIDE = 8  # pixels of a token's side
-TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n"
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
-    "{% if c.type == 'image' %}<|start|><|image_pad|><|end|>{% else %}{{ c.text }}{% endif %}"
-    "{% endfor %}{% endif %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
 EFFECTIVE = Effective(512, 8, 64, 20, 0, 16, 64, max_images_per_request=4, max_image_patches=256)
-
-
-def write(source: Path, folder: Path) -> Path:
-    """A copy of a model with a tower and a tokenizer, as one that takes images."""
-    shutil.copytree(source, folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(PAD, special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings | {"chat_template": TEMPLATE})
-    )
-    config = json.loads((folder / "config.json").read_text())
-    config["image_token_id"] = tokenizer.token_to_id(PAD)
-    (folder / "config.json").write_text(json.dumps(config))
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": 4,
-        "merge_size": 2,
-        "temporal_patch_size": config["vision_config"].get("temporal_patch_size", 2),
-        "size": {"shortest_edge": SIDE * SIDE, "longest_edge": 64 * 64},
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return folder
-
-
-def part(image: Image.Image | bytes, kind: str = "PNG", **more: Any) -> dict[str, Any]:
-    """A picture, or a file, as a part of a message."""
-    data = image if isinstance(image, bytes) else saved(image, kind)
-    url = f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url, **more}}
-
-
-def text(value: str) -> dict[str, Any]:
-    return {"type": "text", "text": value}
-
-
-def chat(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    user = {"role": "user", "content": list(parts)}
-    usual = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    return {**usual, "messages": [{"role": "system", "content": "See."}, user], **fields}
 
 
 class Pictured(Scripted):

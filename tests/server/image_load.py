@@ -12,8 +12,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 from client_load import memory
-from image_kit import Pictured, chat, part, text
-from pictures import gradient, noise, saved
+from image_chats import chat, part, text
+from image_files import gradient, noise, saved
+from image_kit import Pictured
 
 from kvline_contract.launch import Device
 from kvline_server.ipc import messages

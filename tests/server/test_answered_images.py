@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_chats import chat, part, text
 from image_files import gradient, noise
-from image_kit import Pictured, chat, part, served, text
+from image_kit import Pictured, served
 from PIL import Image
 
 FIRST, SECOND = noise(16, 24, 1), noise(24, 16, 2)

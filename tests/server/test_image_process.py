@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from image_chats import chat, part, text
 from image_files import noise
-from image_kit import EFFECTIVE, chat, part, text
+from image_kit import EFFECTIVE
 from servers import launch_config
 from waiting import limit
 

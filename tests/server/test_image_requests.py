@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_chats import PAD, chat, part, text
 from image_files import noise, png, saved, turned
-from image_kit import PAD, Pictured, chat, part, text
+from image_kit import Pictured
 from tokenizers import AddedToken
 from waiting import limit
 

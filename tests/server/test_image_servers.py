@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from families import reference
+from image_chats import PAD, TEMPLATE, chat, part, text
 from image_files import noise
-from image_kit import PAD, TEMPLATE, chat, part, text
 from servers import Server, serving
 from tokenizers import Tokenizer
 from waiting import limit
