@@ -12,6 +12,11 @@ from kvline_server.model.positions import PART, Rope
 from kvline_server.model.sequence import Kind
 
 
+def _by_turns(pairs: int) -> tuple[int, ...]:
+    """Of each pair the axis of images: 11, 11 and 10 of them, by turns."""
+    return tuple(pair % 3 for pair in range(pairs))
+
+
 def _every_fourth(layers: int, then: Kind = Kind.MLP) -> tuple[tuple[Kind, ...], ...]:
     """Layers of which each fourth has attention."""
     mixers = (Kind.RECURRENT if (layer + 1) % 4 else Kind.ATTENTION for layer in range(layers))
@@ -29,7 +34,7 @@ QWEN9B = ModelConfig(
     vocabulary=248320,
     max_position=262144,
     norm_eps=1e-6,
-    rope=Rope(10_000_000.0, rotary_dim=64),
+    rope=Rope(10_000_000.0, rotary_dim=64, axes=_by_turns(32)),
     kinds=_every_fourth(32),
     recurrent=hybrid.DeltaRule(16, 32, 128, 128),
     names=Names(others=("model.language_model.",)),
@@ -74,7 +79,7 @@ QWEN_TINY = replace(
     kv_heads=2,
     head_dim=32,
     vocabulary=512,
-    rope=Rope(10_000_000.0, rotary_dim=8),
+    rope=Rope(10_000_000.0, rotary_dim=8, axes=_by_turns(4)),
     kinds=_every_fourth(4),
     recurrent=hybrid.DeltaRule(2, 4, 16, 16),
 )

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from engines import mapped
 from image_chats import SIDE
+from image_files import noise
 from scripted import Scripted
 from waiting import limit
 
@@ -30,7 +31,8 @@ from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.loop import EngineProcess
 from kvline_server.http.image_store import Store
 from kvline_server.http.images import open_images
-from kvline_server.ipc.messages import Channel
+from kvline_server.ipc import messages
+from kvline_server.ipc.messages import Channel, Released, Submit
 from kvline_server.ipc.pixels import PAGE, Places, create
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.device import cpu_device
@@ -43,6 +45,8 @@ from kvline_server.options.options import Options
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
 
+IMAGE, LARGE = noise(16, 24, 1), noise(64, 64, 4)  # of one page, and of three
+Story = Callable[["Pictured"], Awaitable[None]]
 EFFECTIVE = Effective(512, 8, 64, 20, 0, 16, 64, max_images_per_request=4, max_image_patches=256)
 
 
@@ -175,3 +179,32 @@ async def served(folder: Path, pages: int = 64, **of: Any) -> AsyncIterator[tupl
         behind.here.close()
         behind.close()
         os.close(http.pixels_fd)
+
+
+def play(folder: Path, story: Story, **of: Any) -> None:
+    async def run() -> None:
+        async with Pictured(folder, **of).open() as http:
+            await story(http)
+
+    asyncio.run(run())
+
+
+def release(http: Pictured, sent: Submit) -> None:
+    http._writer.write(messages.encode(Released([sent.id])))
+
+
+async def answered(http: Pictured, body: dict[str, Any]) -> tuple[Submit, dict[str, Any]]:
+    asking = asyncio.create_task(http.ask(body))
+    sent = await http.asked()
+    http.send(sent.id, [65])
+    answer = (await asking).json()
+    if sent.images:
+        release(http, sent)
+    return sent, answer
+
+
+async def refusal(http: Pictured, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
+    answer = await http.ask(body)
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error

@@ -28,9 +28,8 @@ LIMITS = ClientLimits().on(Device.CPU)
 
 
 def bodies() -> list[bytes]:
-    """Of each client: files as large as fit, and images of as many pixels as may be decoded, of
-    the format whose decoder takes the most for one; all with a text that takes the most to
-    parse."""
+    """Of each client: files as large as fit, and images of as many pixels as may be decoded, in
+    the format whose decoder takes the most; all with a text that makes parsing take the most."""
     made = []
     side = int((LIMITS.decode_bytes / 16) ** 0.5) - 40
     for seed in range(CLIENTS):

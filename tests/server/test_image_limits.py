@@ -28,7 +28,6 @@ LIMITS = [
 ]
 WRITER = """
 import sys
-import image_load
 import numpy as np
 from kvline_server.ipc.pixels import Places
 places = Places(int(sys.argv[1]))

@@ -18,8 +18,7 @@ from PIL import Image, ImageOps
 from kvline_server.images.bounds import Bounds, ImageRefused
 from kvline_server.images.container import opened
 from kvline_server.images.decode import decoded
-from kvline_server.images.pixels import Known, Table, digest, file_digest, pixels
-from kvline_server.images.processor import Grid
+from kvline_server.images.pixels import digest, file_digest, pixels
 from kvline_server.images.url import file_bytes, image_bytes
 
 SMALL = Bounds(file_bytes=300, pixels=10_000)
@@ -254,15 +253,6 @@ def test_one_picture_in_two_formats_has_one_digest_and_two_of_files() -> None:
     assert file_digest(files[0], processor()) != file_digest(files[1], processor())
     assert file_digest(files[0], processor()) != file_digest(files[0], processor().detailed("low"))
     assert file_digest(files[0], processor()) == file_digest(bytes(files[0]), processor())
-
-
-def test_a_table_keeps_the_files_that_were_used_last() -> None:
-    table, grid = Table(2), Grid(4, 4, 2)
-    table.put(b"a", Known(b"A", grid))
-    table.put(b"b", Known(b"B", grid))
-    assert table.get(b"a") == Known(b"A", grid)
-    table.put(b"c", Known(b"C", grid))
-    assert table.get(b"b") is None and table.get(b"a") and table.get(b"c") and len(table) == 2
 
 
 def test_the_package_imports_no_torch() -> None:

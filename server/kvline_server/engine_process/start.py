@@ -104,7 +104,7 @@ def load_rank(
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit, http_processes)
     sees, warning = images.asked(launch, settings.wanted_len)
-    settings = replace(settings, images=sees)
+    settings = replace(settings, images=sees).changed()
     if warning and rank == 0:
         warn(warning)
     device.settle()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,37 +67,3 @@ def file_digest(data: bytes, processor: Processor) -> bytes:
     hashed = hashlib.blake2b(repr(processor).encode(), digest_size=DIGEST_BYTES)
     hashed.update(data)
     return hashed.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is kept of pixels: enough to ask a cache for them, and to place their tokens."""
-
-    digest: bytes
-    grid: Grid
-
-
-class Table:
-    """From `file_digest` to what the file's pixels were, so that a file that comes again need not
-    be decoded. Keeps the last `entries` used. Threads may share it."""
-
-    def __init__(self, entries: int) -> None:
-        self.entries = entries
-        self._kept: OrderedDict[bytes, Known] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, key: bytes) -> Known | None:
-        with self._lock:
-            if (found := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-            return found
-
-    def put(self, key: bytes, known: Known) -> None:
-        with self._lock:
-            self._kept[key] = known
-            self._kept.move_to_end(key)
-            while len(self._kept) > self.entries:
-                self._kept.popitem(last=False)

@@ -118,6 +118,8 @@ class EngineSettings:
         """`client_bytes` on a CPU, with the tables that find draft tokens."""
         limits = ClientLimits().on(Device.CPU)
         taken = limits.memory(self.wanted_len, self.max_running_requests, self.http_processes)
+        if self.images is not None:
+            taken += limits.image_memory(self.http_processes)
         if self.draft_tokens:
             taken += self.max_running_requests * table_bytes(self.wanted_len)
         return taken // self.ranks

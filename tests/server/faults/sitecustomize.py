@@ -98,9 +98,9 @@ def block_http() -> None:
     module: Any = importlib.import_module("kvline_server.http.planning")
     original = module.read_json
 
-    async def blocking(request, bodies):  # type: ignore[no-untyped-def]
+    async def blocking(*of):  # type: ignore[no-untyped-def]
         ctypes.PyDLL(None).usleep(int(float(BLOCK) * 1e6))
-        return await original(request, bodies)
+        return await original(*of)
 
     module.read_json = blocking
 
