@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 import vision_models
-from engines import mapped
+from engines import Free, mapped
 from vision_models import IMAGE, PATCH, Picture
 
 from kvline_server.engine.encoding import Bounds, Encoding
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.pictures import Image, Pictures
+from kvline_server.engine.speculation import decode_rows
 from kvline_server.images.pixels import digest
 from kvline_server.images.positions import Placed, mrope
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.device import cpu_device
-from kvline_server.memory.states import StatePool
+from kvline_server.memory.states import BOUNDARY, StatePool
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.loader import SafetensorsSource, load_weights
@@ -40,25 +41,31 @@ def engine(
     bounds: Bounds | None = None,
     model_len: int = 400,
     kernels: TorchKernels | None = None,
+    draft_tokens: int = 0,
 ) -> Engine:
     own = vision_models.saved(family)
     config, vision, kernels = read_config(own.folder), own.config, kernels or TorchKernels()
-    bounds = bounds or Bounds(cached=step + 64, encoded=64)
+    bounds = bounds or Bounds.of(64, step, BOUNDARY if config.recurrent else 1)
     source = SafetensorsSource(own.folder)
     weights = load_weights(source, config, kernels, vision=vision, encoded=bounds.cached)
     decoder = Decoder(config, weights, model_len, kernels, step, len(vision.deepstack))
     assert weights.tower is not None
     encoder = Encoder(weights.tower, decoder, vision_models.BY)
     arena = mapped(decoder, model_len, pages, slots=1 + running + 8)
-    return Engine(
-        Local(Worker(decoder, arena, 64, running), cpu_device(None, os.getpid())),
+    rows = decode_rows(running, step, draft_tokens)
+    found = Engine(
+        Local(Worker(decoder, arena, 64, running, rows), cpu_device(None, os.getpid())),
         running,
         step,
         model_len,
         config.eos_token_ids,
+        draft_tokens=draft_tokens,
         states=StatePool(running, 8) if config.recurrent else None,
         encoding=Encoding(encoder, bounds, step, config.vocabulary),
     )
+    if found.speculation is not None:
+        found.speculation.costs = Free()
+    return found
 
 
 def prompt(parts: Sequence[Part], axes: bool = True) -> tuple[list[int], Pictures]:

@@ -132,7 +132,7 @@ def test_admission_counts_unsent_logprobs_and_prompt_tokens() -> None:
             pass
         with admission.room(1, 8192):  # a request without scores does not wait for them
             pass
-    assert [admission.totals[kind] for kind in KINDS] == [0] * 4
+    assert not any(admission.totals[kind] for kind in KINDS)
 
 
 def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(tiny_model: Path) -> None:

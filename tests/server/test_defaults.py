@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import AXES, GEMMA3_ROPE, TOWER
+from families import AXES, GEMMA3_ROPE, SIGLIP, TOWER
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.model import families, neutral
@@ -195,9 +195,9 @@ AXIS = DENSE | {"head_dim": 8, "rope_parameters": AXES}
 VL_MOE = {key: value for key, value in QWEN_MOE.items() if key != "norm_topk_prob"}
 
 
-def towered(text: dict[str, Any]) -> dict[str, Any]:
+def towered(text: dict[str, Any], tower: dict[str, Any] = TOWER) -> dict[str, Any]:
     tied = text.pop("tie_word_embeddings")
-    return {"text_config": text, "vision_config": TOWER, "tie_word_embeddings": tied}
+    return {"text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
 
 
 CASES |= {
@@ -218,7 +218,7 @@ CASES |= {
     ),
     "gemma3-vl": (
         "Gemma3",
-        towered(GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        towered(GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, SIGLIP),
     ),
 }
 WITHOUT = {"phi3": "head_dim", "phi3-part": "head_dim", "qwen3-moe-window": "num_experts"}

@@ -16,14 +16,17 @@ import torch
 import vision_models
 from engines import finish, greedy
 from image_models import prompt
+from safetensors.torch import load_file, save_file
 from servers import launch_config
 from vision_models import PATCH, picture
 
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, Images
 from kvline_contract.memory import ENCODER_CACHE, ENCODER_WORK, TOWER
 from kvline_server.engine_process.start import LoadedRank, load_rank, start
-from kvline_server.errors import ConfigInvalid, ModelNotFound, ModelUnsupported
+from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
 from kvline_server.ipc.messages import Progress
+from kvline_server.model.config import read_config
+from kvline_server.options.clients import ClientLimits
 from kvline_server.sizing import images
 
 LARGE = 4096 << 20
@@ -76,7 +79,8 @@ def test_an_encoder_has_its_bytes_for_good(folder: Path) -> None:
     assert (effective.max_images_per_request, effective.max_image_patches) == (8, 64)
     text = loaded(folder, images=None, max_prefill_tokens=48)
     kept = made.settings.reserved() - text.settings.reserved()
-    assert kept == stage.bytes > 0, "what its largest images take stays free"
+    clients = ClientLimits().on(Device.CPU).image_memory()
+    assert kept == stage.bytes + clients, "what its largest images take, and its clients'"
     assert text.loaded.encoder is None and text.settings.encoder_bytes == 0
     assert not {TOWER, ENCODER_CACHE} & {part.name for part in text.loaded.owned}
     assert text.settings.effective(LENGTH).max_image_patches is None
@@ -149,17 +153,55 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
         (folder, Device.CUDA, "one CPU rank at present"),
     ):
         launch = replace(launch_config(given, required), device=device)
+        model = read_config(given)
         with pytest.raises(ModelUnsupported, match=why):
-            images.asked(launch, LENGTH)
-        sees, warning = images.asked(replace(launch, engine=served), LENGTH)
+            images.asked(launch, model, LENGTH)
+        sees, warning = images.asked(replace(launch, engine=served), model, LENGTH)
         assert sees is None
         assert warning == "" if given is text else why in warning
-    (folder / "preprocessor_config.json").rename(folder / "elsewhere")
-    try:
-        with pytest.raises(ModelNotFound, match=r"preprocessor_config\.json"):
-            loaded(folder)
-    finally:
-        (folder / "elsewhere").rename(folder / "preprocessor_config.json")
+
+
+@pytest.mark.parametrize("what", ["preprocessor", "token", "tensor"])
+def test_files_that_lack_what_images_need_are_served_as_text_where_nobody_requires_images(
+    what: str, folder: Path, tmp_path: Path
+) -> None:
+    """As they were before there were images; the warning has the file and the name."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    if what == "preprocessor":
+        (broken / "preprocessor_config.json").unlink()
+        named: type[Exception] = ModelNotFound
+    elif what == "token":
+        raw = json.loads((broken / "config.json").read_text())
+        (broken / "config.json").write_text(json.dumps(raw | {"image_token_id": None}))
+        named = ModelInvalid
+    else:
+        tensors = load_file(broken / "model.safetensors")
+        del tensors["model.visual.blocks.1.norm1.weight"]
+        save_file(tensors, broken / "model.safetensors")
+        named = ModelInvalid
+    with pytest.raises(named):
+        loaded(broken)
+    heard: list[Any] = []
+    made = loaded(broken, heard, images=Images.IF_SERVED)
+    assert made.settings.images is None and made.loaded.encoder is None
+    warnings = [m.warning for m in heard if isinstance(m, Progress) and m.warning]
+    wanted = {
+        "preprocessor": "preprocessor_config.json",
+        "token": "image_token_id",
+        "tensor": "model.visual.blocks.1.norm1.weight",
+    }
+    assert any("images are not served" in text and wanted[what] in text for text in warnings)
+
+
+def test_slices_follow_what_the_largest_passes_took(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = loaded(folder).loaded.encoder
+    assert encoder is not None and 1 <= encoder.slice < 1 << 31
+    monkeypatch.setattr(images, "SLICE_SECONDS", 1e-9)
+    slow = loaded(folder).loaded.encoder
+    assert slow is not None and slow.slice == 1
 
 
 def test_pixels_are_normalised_as_the_models_files_say(folder: Path) -> None:

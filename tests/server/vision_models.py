@@ -111,7 +111,7 @@ def saved(family: str) -> Saved:
 
     torch.manual_seed(11)
     name, vision, text, more = FAMILIES[family]
-    ids = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1}
+    ids = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1} if family != "gemma3" else {}
     given = {"vision_config": vision, "text_config": text, **ids, **more}
     config = getattr(transformers, f"{name}Config")(**given)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()

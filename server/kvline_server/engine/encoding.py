@@ -20,17 +20,21 @@ from kvline_server.kernels.layout import ImageRows
 from kvline_server.memory.encoded import EncodedRows
 from kvline_server.worker.step import Step
 
-# Tokens times layers of a slice beside decodes: an image of 1,024 tokens in 27 layers, which take
-# about as long as a step.
-SLICE = 1024 * 27
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """In tokens of images."""
 
-    cached: int  # rows of the encoder's cache; a step's, and an image's beside, are not more
+    cached: int  # rows of the encoder's cache
     encoded: int  # at once
+    slice: int = 1  # times layers, that are encoded between two steps with decodes
+
+    @classmethod
+    def of(cls, image: int, chunk: int, least: int = 1) -> Bounds:
+        """For images of up to so many tokens and steps with prompts of up to `chunk`, of which the
+        smallest have `least`: these may show the end of one image and the beginning of another, of
+        which all rows are there or none."""
+        return cls(cached=max(chunk + image, least + 2 * image), encoded=image)
 
 
 class Encoder(Protocol):
@@ -46,13 +50,15 @@ class Encoding:
         """`chunk`: prompt tokens of a step at most; tokens of the `vocabulary`."""
         self.encoder, self.vocabulary = encoder, vocabulary
         self.cache = EncodedRows(bounds.cached)
-        self.chunk, self.tokens = chunk, bounds.encoded
+        self.chunk, self.tokens, self.slice = chunk, bounds.encoded, bounds.slice
+        self._claimed = 0  # tokens of images that sequences wait for
         self._encoding: list[Image] = []
         self.encoded = 0  # images
 
     def advance(self, running: Collection[Sequence]) -> None:
         """Encodes what the next chunks need, or a slice of it where decodes wait."""
         wanted = self._wanted(running)
+        self._claimed = 0
         if not (wanted or self._encoding):
             return
         under_way = [(image.digest, image.tokens) for image in self._encoding]
@@ -65,6 +71,20 @@ class Encoding:
                 self.cache.written(image.digest)
             self.encoded += len(self._encoding)
             self._encoding = []
+        self._claimed = sum(i.tokens for i in wanted if not self.cache.ready(i.digest))
+
+    def claims(self, sequence: Sequence) -> bool:
+        """Whether a sequence may begin that needs images which are not there: not while others wait
+        for as many as are encoded at once, as it would only take a place from those behind it."""
+        if sequence.pictures is None:
+            return True
+        images = sequence.pictures.within(0, self.chunk)
+        missing = {i.digest: i.tokens for i in images if not self.cache.ready(i.digest)}
+        tokens = sum(missing.values())
+        if self._claimed and tokens and self._claimed + tokens > self.tokens:
+            return False
+        self._claimed += tokens
+        return True
 
     def _wanted(self, running: Iterable[Sequence]) -> list[Image]:
         """Those of the next chunk of each prompt, each once."""
@@ -91,20 +111,16 @@ class Encoding:
 
     def _slice(self) -> int:
         """Layers."""
-        return max(1, SLICE // sum(image.tokens for image in self._encoding))
+        return max(1, self.slice // sum(image.tokens for image in self._encoding))
 
     def limit(self, sequence: Sequence, start: int, rows: int) -> int:
-        """Of so many prompt rows from `start` on those before the first image that is not there.
-        The last token of a sequence is decoded by itself, where images are not looked for: of a
-        prompt that ends with an image it is computed with the one before."""
+        """Of so many prompt rows from `start` on those before the first image that is not there."""
         if sequence.pictures is None:
             return rows
         for image in sequence.pictures.within(start, start + rows):
             if not self.cache.ready(image.digest):
-                rows = max(0, image.start - start)
-                break
-        alone = start + rows == sequence.length - 1 and sequence.ends_in_image
-        return max(0, rows - 1) if alone else rows
+                return max(0, image.start - start)
+        return rows
 
     def place(self, step: Step, work: list[Work]) -> Step:
         """With images in the place of their tokens, and the positions of all; `work` is in the

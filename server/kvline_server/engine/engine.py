@@ -86,7 +86,7 @@ class Engine:
             max_step_tokens,
             mixed_prefill_tokens,
             self.speculation,
-            None if encoding is None else encoding.limit,
+            encoding,
         )
         self.masks = Masks(matchers)
         self.max_model_len = max_model_len

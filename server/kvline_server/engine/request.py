@@ -70,6 +70,7 @@ class Sequence:
     counts: TokenCounts | None = None  # with penalties
     ngrams: Ngrams | None = None  # where it has draft tokens
     reasoning: Reasoning | None = None  # of a budget, until it has ended
+    image_end: int = field(init=False)  # its length where its last token is an image's
     masked: int = field(init=False)  # tokens of which its masks know
     penalised_in: int = 0  # the last of the scheduler's steps that had too many penalties
     ended: bool = False  # results still in flight are discarded
@@ -87,6 +88,8 @@ class Sequence:
         self.limit = self.prompt_length + p.max_tokens
         self.has_penalties, self.masked = p.has_penalties, self.prompt_length
         self.constrained = p.has_penalties or p.has_masks
+        images = () if self.pictures is None else self.pictures.images
+        self.image_end = images[-1].end if images else -1
         self.extras = self._extras()
         self.sampling_row = _PACK(
             p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK
@@ -136,10 +139,4 @@ class Sequence:
         preempted: the last one must be computed, and so must the token before each position of the
         prompt whose logprob is returned."""
         every_scored = self.first_scored == self.prompt_length
-        return (len(self.tokens) if every_scored else self.first_scored) - 1 - self.ends_in_image
-
-    @property
-    def ends_in_image(self) -> bool:
-        """Its last token is one of an image in its prompt."""
-        images = () if self.pictures is None else self.pictures.images
-        return bool(images) and images[-1].end == self.length
+        return (len(self.tokens) if every_scored else self.first_scored) - 1

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
-from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.states import BOUNDARY
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
@@ -41,6 +40,14 @@ class Kind(Enum):
 NO_DRAFTS: Items[int] = ()
 
 
+class Images(Protocol):
+    """encoding.Encoding, of images in prompts."""
+
+    def claims(self, sequence: Sequence) -> bool: ...
+
+    def limit(self, sequence: Sequence, start: int, rows: int) -> int: ...
+
+
 class Work(NamedTuple):
     """`rows` tokens of a sequence from position `start`."""
 
@@ -59,17 +66,16 @@ class Scheduler:
         max_step_tokens: int,
         mixed_prefill_tokens: int | None = None,
         speculation: Speculation | None = None,
-        limit: Callable[[Sequence, int, int], int] | None = None,
+        images: Images | None = None,
     ) -> None:
-        """`limit`: of a prompt's rows from a place on those that a step may have (Encoding.limit);
-        None: all."""
+        """`images` of a model that sees them."""
         self.caches = caches
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.mixed_prefill_tokens = mixed_prefill_tokens or max_step_tokens
         self.prefill_per_request = PREFILL_PER_REQUEST
         self.speculation = speculation
-        self.limit = limit
+        self.images = images
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.preemptions = 0
@@ -103,7 +109,7 @@ class Scheduler:
         ending = penalised = 0  # ending: their last token is not read yet
         for sequence in self.running:
             length = len(sequence.tokens) + sequence.pending
-            if length - sequence.computed > 1:
+            if length - sequence.computed > 1 or length == sequence.image_end:
                 prefilling.append(sequence)
             elif sequence.pending and length >= sequence.limit:
                 ending += 1
@@ -120,10 +126,15 @@ class Scheduler:
         for sequence in prefilling:
             if budget and sequence in self.running:
                 budget -= self._chunk(sequence, budget, work)
-        while budget and self.waiting and len(self.running) < self.max_running:
-            if self.waiting[0].pending:  # preempted a moment ago; its last token is not read yet
+        at = 0  # of those that wait, behind others whose images nobody can encode yet
+        while budget and at < len(self.waiting) and len(self.running) + bool(at) < self.max_running:
+            sequence = self.waiting[at]
+            if sequence.pending:  # preempted a moment ago; its last token is not read yet
                 break
-            taken = self._admit(self.waiting[0], budget, work)
+            if self.images is not None and not self.images.claims(sequence):
+                at += 1
+                continue
+            taken = self._admit(sequence, budget, work, at)
             if taken is None:
                 break
             budget -= taken
@@ -246,7 +257,7 @@ class Scheduler:
         rows = self._cut(sequence, sequence.computed, budget)
         if sequence.has_penalties and rows == sequence.uncomputed:
             if sequence.penalised > self._penalised_left:
-                rows = self._cut(sequence, sequence.computed, rows - 1)
+                rows = sequence.uncomputed - 1
             else:
                 self._penalised_left -= sequence.penalised
                 sequence.penalised_in = self._step
@@ -258,8 +269,8 @@ class Scheduler:
         snapshot are computed alike."""
         uncomputed = sequence.length - start
         rows = min(uncomputed, budget)
-        if self.limit is not None:
-            rows = self.limit(sequence, start, rows)
+        if self.images is not None:
+            rows = self.images.limit(sequence, start, rows)
         if self.caches.states is not None and rows < uncomputed:
             rows -= rows % BOUNDARY
         return rows
@@ -274,23 +285,25 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        kind = Kind.PROMPT if sequence.uncomputed > 1 else Kind.DECODE
+        several = sequence.uncomputed > 1 or sequence.length == sequence.image_end
+        kind = Kind.PROMPT if several else Kind.DECODE
         work.append(Work(sequence, sequence.computed, count, kind, drafts))
         return count
 
-    def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int | None:
-        """Starts a waiting sequence if its whole prompt fits, and a page for each running sequence
-        beside it. Returns the rows it takes in this step, None if it does not fit. One with images
-        may take none: they are encoded for sequences that run."""
+    def _admit(self, sequence: Sequence, budget: int, work: list[Work], at: int = 0) -> int | None:
+        """Starts a sequence that waits behind `at` others if its whole prompt fits, theirs and a
+        page for each running sequence beside it. Returns the rows it takes in this step, None if it
+        does not fit. One with images may take none: they are encoded for sequences that run."""
         sequence.extend_chain(len(sequence.tokens))
         matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
-        fits = self.caches.fits(matched, len(sequence.tokens), len(self.running))
+        others = sum(pages_for(len(self.waiting[each].tokens)) for each in range(at))
+        fits = self.caches.fits(matched, len(sequence.tokens), len(self.running) + others)
         # One that would get no rows keeps its snapshot, and others' pages, for the next step.
         rows = self._cut(sequence, matched.tokens, budget) or sequence.pictures is not None
         if not (fits and rows) or self._shares_too_much(sequence, matched):
             self.caches.release(matched)
             return None
-        self.waiting.popleft()
+        del self.waiting[at]
         self.running[sequence] = None
         sequence.request_index = self._request_indices.pop()
         self.caches.admit(matched, sequence.chain, len(sequence.tokens))

@@ -103,7 +103,7 @@ def load_rank(
     device = backend.device
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit, http_processes)
-    sees, warning = images.asked(launch, settings.wanted_len)
+    sees, warning = images.asked(launch, model, settings.wanted_len)
     settings = replace(settings, images=sees).changed()
     if warning and rank == 0:
         warn(warning)
@@ -196,7 +196,8 @@ def _encoding(loaded: Loaded, settings: EngineSettings) -> Encoding | None:
     if loaded.encoder is None or settings.images is None:
         return None
     chunk = settings.max_prefill_tokens
-    return Encoding(loaded.encoder, settings.images.bounds(chunk), chunk, loaded.vocabulary)
+    bounds = replace(settings.images.bounds(chunk), slice=loaded.encoder.slice)
+    return Encoding(loaded.encoder, bounds, chunk, loaded.vocabulary)
 
 
 def _matchers(grammars: GrammarService, settings: EngineSettings) -> Matchers:

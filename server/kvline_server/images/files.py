@@ -17,6 +17,7 @@ from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported
 from kvline_server.images.processor import Processor
 
 PREPROCESSOR, NESTED, CONFIG = "preprocessor_config.json", "processor_config.json", "config.json"
+TOKENS = ("image_token_id", "image_token_index")  # in config.json: the token of images
 MAX_BYTES = 16 << 20  # of a file: config.json may list many modules
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers
 NUMBER = (int, float)

@@ -13,25 +13,31 @@ import numpy as np
 import torch
 
 from kvline_contract.launch import Device as Kind
-from kvline_contract.launch import EngineOptions, LaunchConfig
+from kvline_contract.launch import EngineOptions, LaunchConfig, LoadFormat
 from kvline_contract.launch import Images as Asked
 from kvline_contract.memory import ENCODER_CACHE
 from kvline_contract.report import Stage
 from kvline_server.engine.encoding import Bounds
-from kvline_server.errors import ConfigInvalid, ModelUnsupported
+from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
 from kvline_server.images import files
 from kvline_server.images.processor import MAX_RATIO, Processor
 from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.parts import OwnedPart
+from kvline_server.memory.states import BOUNDARY
+from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.fields import Fields, read_json
+from kvline_server.model.linear import Tensors
+from kvline_server.model.loader import SafetensorsSource
 from kvline_server.model.vision.config import Normalisation, VisionConfig, read_vision
+from kvline_server.model.vision.read import read_tower
 from kvline_server.worker.encoder import Encoder
 
 PER_REQUEST = 8
 # Of an image, resized. On a CPU the largest would take minutes of every start.
 PATCHES = {Kind.CUDA: 16384, Kind.CPU: 1024}
+SLICE_SECONDS = 0.02  # of the encoder between two steps with decodes, where a layer takes less
 TEXT = 16  # tokens of the context that an image leaves to the rest of a prompt
 Size = tuple[int, int]  # height and width in pixels
 
@@ -42,6 +48,7 @@ class Images:
     processor: Processor
     per_request: int
     patches: int  # of an image at most
+    chunk: int = 1  # that prompts' chunks are multiples of
 
     @property
     def tokens(self) -> int:
@@ -49,9 +56,13 @@ class Images:
         return self.patches // self.vision.merge**2
 
     def bounds(self, chunk: int) -> Bounds:
-        """Of the encoder beside steps with prompts of up to `chunk` tokens: its cache has what one
-        of these may show, of whose images the last one goes on."""
-        return Bounds(cached=chunk + self.tokens, encoded=self.tokens)
+        """Of the encoder beside steps with prompts of up to `chunk` tokens."""
+        return Bounds.of(self.tokens, chunk, self.chunk)
+
+    def within(self, longest: int) -> int:
+        """Patches of an image at most in a context of so many tokens."""
+        of_token = self.vision.merge**2
+        return min(self.patches, max(1, longest - TEXT) * of_token)
 
     @property
     def normalisation(self) -> Normalisation:
@@ -72,16 +83,16 @@ class Images:
         yield [(side, side)] * tokens
 
 
-def asked(launch: LaunchConfig, longest: int) -> tuple[Images | None, str]:
+def asked(launch: LaunchConfig, model: ModelConfig, longest: int) -> tuple[Images | None, str]:
     """What is served of images to sequences of up to `longest` tokens, and a warning where the
-    model has what would be. Raises ModelInvalid or ConfigInvalid, and where images are required
-    ModelUnsupported."""
+    model has what would be, and its files or this server do not serve it. Raises ConfigInvalid for
+    bounds, and where images are required all else that is wrong."""
     engine = launch.engine
     if engine.images is None:
         return None, ""
     try:
-        return _served(launch, longest), ""
-    except ModelUnsupported as error:
+        return _served(launch, model, longest), ""
+    except (ModelInvalid, ModelNotFound, ModelUnsupported) as error:
         if engine.images is Asked.REQUIRED:
             raise
         return None, "" if isinstance(error, NoEncoder) else f"images are not served: {error}"
@@ -91,7 +102,7 @@ class NoEncoder(ModelUnsupported):
     """The model is one of text alone."""
 
 
-def _served(launch: LaunchConfig, longest: int) -> Images:
+def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
     folder, engine = Path(launch.model.path), launch.engine
     path = folder / "config.json"
     fields = Fields(read_json(path), path)
@@ -114,7 +125,17 @@ def _served(launch: LaunchConfig, longest: int) -> Images:
     patches = _patches(launch.device, engine, vision, longest)
     processor = files.read(folder).within(patches)
     patches = min(patches, processor.longest // vision.patch**2)  # the model's own limit
-    return Images(vision, processor, engine.max_images_per_request or PER_REQUEST, patches)
+    _check_files(launch, fields, vision)
+    count = engine.max_images_per_request or PER_REQUEST
+    return Images(vision, processor, count, patches, BOUNDARY if model.recurrent else 1)
+
+
+def _check_files(launch: LaunchConfig, fields: Fields, vision: VisionConfig) -> None:
+    """What a start would miss of a tower only later. Raises ModelInvalid."""
+    if not any(type(fields.value(name)) is int for name in files.TOKENS):
+        raise fields.invalid(files.TOKENS[0], "the id of the token of images")
+    if launch.model.load_format is LoadFormat.WEIGHTS:
+        read_tower(Tensors(SafetensorsSource(Path(launch.model.path))), vision)
 
 
 def _patches(device: Kind, engine: EngineOptions, vision: VisionConfig, longest: int) -> int:
@@ -169,8 +190,11 @@ def _work_bytes(encoder: Encoder, images: Images, device: Device, send: SendProg
         before = device.now()
         pixels = [np.zeros((*size, 3), np.uint8) for size in sizes]
         rows = sum(height * width for height, width in sizes) // images.vision.factor**2
+        started = time.monotonic()
         encoder.begin(pixels, np.arange(rows, dtype=np.int64))
         encoder.run(0)
+        seconds = (time.monotonic() - started) / (rows * encoder.tower.config.layers)
+        encoder.slice = max(1, min(encoder.slice, round(SLICE_SECONDS / seconds)))
         device.keep_peak(again=False)
         most = max(most, device.peak() - before)
     device.settle()

@@ -205,7 +205,7 @@ class EngineSettings:
             page_size=PAGE_SIZE,
             logprob_rows=self.logprob_rows,
             max_images_per_request=None if sees is None else sees.per_request,
-            max_image_patches=None if sees is None else sees.patches,
+            max_image_patches=None if sees is None else sees.within(max_model_len),
         )
 
 

@@ -23,6 +23,8 @@ class Encoder:
         config, weights = decoder.config, decoder.weights
         self.embeddings = weights.embedding[config.vocabulary :]  # [rows, hidden]
         self.deepstack = decoder.deepstack[:, 1:]  # [layers, rows, hidden]
+        # Tokens times layers of a slice, as large passes have shown; before them any.
+        self.slice = 1 << 31
         self._pass: Pass | None = None
         self._rows = torch.empty(0, dtype=torch.int64)
 
