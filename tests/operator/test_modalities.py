@@ -299,6 +299,24 @@ def test_bounds_that_the_stable_revision_has_already_stay_accepted() -> None:
         service.ask({**bound, "maxImagesPerRequest": 2})
 
 
+def test_a_new_service_on_an_image_of_its_own_gets_the_launch_file_of_any_server() -> None:
+    """A server of before images reads it strictly. Named, or on the default image, it asks."""
+    service = Service()
+    name, images = service.ask(**NEXT_SERVER, accept=False)
+    assert images is None
+    launch = json.loads(service.of(name)["data"]["launch"])["engine"]
+    assert launch == {"maxModelLen": 2048}
+    assert service.ask(**NEXT_SERVER, accept=False) == (name, None)
+    assert service.ask(LONGER, **NEXT_SERVER, accept=False)[1] is None
+    assert service.ask(BOTH, **NEXT_SERVER, accept=False)[1] is Images.REQUIRED
+    with pytest.raises(SpecError, match=r"without spec\.engine\.modalities .* text alone: set"):
+        service.ask({"maxImagePatches": 64}, **NEXT_SERVER)
+    assert service.ask(accept=False)[1] is Images.IF_SERVED, "no server was accepted yet"
+    service = Service()
+    service.ask(**NEXT_SERVER)
+    assert service.ask(LONGER)[1] is None, "as the stable one has it"
+
+
 @pytest.mark.parametrize("field", ["maxImagesPerRequest", "maxImagePatches"])
 def test_bounds_of_images_are_in_the_launch_file_and_refused_where_there_are_none(
     field: str,

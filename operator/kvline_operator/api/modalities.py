@@ -1,7 +1,7 @@
 """spec.engine.modalities: whether requests may have images. Pure.
 
 An absent field is what the stable revision serves, and for a new service images where the server
-has an encoder for them. So the field alone
+has an encoder for them, unless spec.image may name a server of before images. So the field alone
 does not tell what pods do; each revision keeps that as its `images`, a
 kvline_contract.launch.Images, or None for text alone.
 """

@@ -124,13 +124,15 @@ def wanted(
 
 def served_images(spec: ServiceSpec, existing: list[Revision], stable: str) -> str | None:
     """Whether a new revision of this spec serves images. Without the field, if the stable one
-    does, and until there is one the newest. Raises SpecError as modalities.images does."""
+    does. Until there is one, a server of spec.image may be of before images, and reads a launch
+    file strictly; any other is asked for images unless the newest revision is one of text alone.
+    Raises SpecError as modalities.images does."""
     accepted = next((r for r in existing if r.name == stable), None)
-    newest = max(existing, key=lambda r: r.number, default=None)
+    newest = max((r for r in existing if not r.named), key=lambda r: r.number, default=None)
     if accepted is not None:
         serves = bool(accepted.served)
     else:
-        serves = newest is None or bool(newest.images)
+        serves = not spec.image and (newest is None or bool(newest.images))
     before = accepted.inputs.get("engine", {}) if accepted is not None else {}
     absent = Images.IF_SERVED if serves else None
     return modalities.images(spec.inputs.get("engine", {}), absent, before)
