@@ -230,8 +230,8 @@ def test_a_candidate_keeps_its_meaning_when_it_is_accepted_or_not() -> None:
     assert service.ask(BOTH) == both, "the one that was begun"
 
 
-OTHER_MODEL = {"model": {"source": "pvc://models/sees"}}
-NEXT_SERVER = {"image": "registry.example/next@sha256:" + "1" * 64}
+OTHER_MODEL: Object = {"model": {"source": "pvc://models/sees"}}
+NEXT_SERVER: Object = {"image": "registry.example/next@sha256:" + "1" * 64}
 
 
 def test_what_served_text_goes_on_with_text_though_it_might_have_served_images() -> None:
@@ -288,7 +288,8 @@ def test_naming_the_images_that_are_served_restarts_nothing() -> None:
 
 def test_bounds_that_the_stable_revision_has_already_stay_accepted() -> None:
     """They bounded nothing, of a server that serves text: only a new one is refused by name."""
-    service, bound = Service(), {"maxImagePatches": 64}
+    service = Service()
+    bound: Object = {"maxImagePatches": 64}
     first, _ = service.ask(bound)
     service.accept(first, SERVES_TEXT)
     assert service.ask(bound) == (first, Images.IF_SERVED)
