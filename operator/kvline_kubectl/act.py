@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kvline_contract.memory import TOWER
 from kvline_kubectl.cluster import Problem
-from kvline_operator.api.modalities import settled
+from kvline_operator.api.modalities import NAME
 from kvline_operator.api.spec import (
     REVISION_CAPACITY_FIELDS,
     REVISION_FIELDS,
@@ -147,15 +146,15 @@ def _restore(spec: Object, target: RevisionEntry) -> None:
 
 
 def _name_modalities(spec: Object, target: RevisionEntry, stable: RevisionEntry) -> None:
-    """Where the field that a revision did not have would mean now what the stable one serves. One
-    whose model has no encoder served text, whatever it was asked for."""
-    engine = spec.get("engine") or {}
-    if "modalities" in engine or bool(target.images) == bool(stable.images):
-        return
-    capacity = target.state.capacity
-    has_tower = capacity is None or capacity.memory.upgraded().mib(TOWER) > 0
-    if not target.images or has_tower:
-        spec["engine"] = settled(target.inputs, target.images)["engine"]
+    """Where the field that a revision did not have would mean now what the stable one serves, and
+    that is another thing."""
+    past = target.revision
+    serves = bool(stable.revision.served)
+    if NAME not in (spec.get("engine") or {}) and serves not in (
+        bool(past.images),
+        bool(past.served),
+    ):
+        spec["engine"] = past.settled["engine"]
 
 
 def _set(where: Object, key: str, value: Any) -> None:

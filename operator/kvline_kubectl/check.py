@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from kvline_contract.codec import MAX_INTEGER
+from kvline_contract.launch import Images
+from kvline_operator.api.modalities import FIELD
 from kvline_operator.api.spec import ServiceSpec, parse
 from kvline_operator.errors import SpecError
 from kvline_operator.observe.pods import Measured
@@ -20,7 +22,7 @@ from kvline_operator.plan import gate
 from kvline_operator.plan.acceptance import baseline_of, comparison_group
 from kvline_operator.plan.forecast import Bounds, as_many_run, bounds
 from kvline_operator.plan.phase import Policy, current_verdict, has_expired, tried
-from kvline_operator.plan.revisions import Revision, wanted
+from kvline_operator.plan.revisions import Revision, same_but_images, wanted
 from kvline_operator.plan.threshold import device
 from kvline_operator.plan.trade import Asked
 from kvline_operator.report.status_cache import RevisionEntry
@@ -165,10 +167,14 @@ def _expected(
     if why and not spec.min_kv_tokens:
         text = f"it would be held, as it cannot be compared ({why}): set spec.capacity.minKVTokens"
         return Answer(Result.HELD, text, revision.name)
-    known = _before(revision, state, accepted) or _by_arithmetic(revision, accepted)
+    known, unsure = _before(revision, state, accepted), ""
+    if known is None:
+        if (never := _no_encoder(revision, accepted.revision)) is not None:
+            return never
+        known, unsure = _by_arithmetic(revision, accepted), _encoder(revision, accepted.revision)
     if known is None or (not known.tokens.low and known.tokens.high is None):
         text = "neither a stored figure nor arithmetic gives its KV tokens"
-        return Answer(Result.UNKNOWN, text, revision.name)
+        return Answer(Result.UNKNOWN, text + unsure, revision.name)
 
     def at(tokens: int) -> Verdict:
         size = Measured(known.gpu, tokens, known.bytes_per_token, known.slots)
@@ -185,6 +191,7 @@ def _expected(
     limits = gate.thresholds(candidate, baseline, Policy.of(spec).thresholds)
     of_tokens, of_sequences = limits.of(known.gpu), limits.of_sequences(known.gpu)
     text = f"{_range(known.tokens)} KV tokens ({known.source}), {of_tokens.text(grouped=True)}"
+    text += unsure
     low, high, least = known.tokens.low, known.tokens.high, of_tokens.least
     if known.slots is None and known.gpu in baseline.slots:
         text += "; how many sequences must be measured"
@@ -197,6 +204,29 @@ def _expected(
     text += f"; {trade.text}" if trade is not None and trade.text else ""
     few = of_sequences.least
     return Answer(result, text, revision.name, low, high, least, sequences, few)
+
+
+def _asks_anew(revision: Revision, accepted: Revision) -> bool:
+    return revision.images == Images.REQUIRED and not accepted.served
+
+
+def _no_encoder(revision: Revision, accepted: Revision) -> Answer | None:
+    """Where the same pods were to serve images if they can, and were measured without."""
+    tried = accepted.images and same_but_images(revision, accepted)
+    if not (_asks_anew(revision, accepted) and tried):
+        return None
+    text = (
+        f"it would not start with image in {FIELD}: revision {accepted.name} was to serve images "
+        "where it can, and serves text: its model has no encoder of images, or its server runs "
+        "none on this device or in this context"
+    )
+    return Answer(Result.HELD, text, revision.name)
+
+
+def _encoder(revision: Revision, accepted: Revision) -> str:
+    if not _asks_anew(revision, accepted):
+        return ""
+    return "; whether its model has an encoder of images that its server runs, only a start tells"
 
 
 def _before(revision: Revision, state: RevisionState, accepted: RevisionEntry) -> Known | None:

@@ -111,7 +111,7 @@ def measure(cluster: Cluster, a: argparse.Namespace, say: Say) -> Reports:
 def _images(body: Object, history: tuple[RevisionEntry, ...]) -> str | None:
     """As the operator would have pods of this spec serve them."""
     accepted = stable({past.name: past.state for past in history})
-    return served_images(parse(body).inputs, [past.revision for past in history], accepted)
+    return served_images(parse(body), [past.revision for past in history], accepted)
 
 
 def _image(body: Object, stored: Object | None) -> str:

@@ -304,10 +304,39 @@ def test_a_change_of_modalities_is_answered_by_what_the_encoder_takes() -> None:
     assert 0 <= TOKENS + 100 * (1 << 20) / EACH - answer.low < (1 << 20) / EACH + 64
     assert check(service(), (sees,), False).message.startswith("no new revision")
     assert asked(service(engine=text)).message.startswith("no new revision")
-    answer = asked(service(engine=both))
-    assert (answer.result, answer.low) == (Result.UNKNOWN, None)
+    for known in (sees, replace(sees, images=str(Images.REQUIRED))):
+        assert check(service(engine=both), (known,), False).message.startswith("no new revision")
     answer = asked(service(engine={**ENGINE, "maxImagePatches": 64}))
     assert answer.result is Result.REJECTED and "serves text alone" in answer.message
+
+
+def test_images_that_are_turned_on_are_not_answered_by_silence() -> None:
+    """They do not start where the same pods were to serve them and served text: on a GPU today, or
+    of a model without an encoder. Beside another change, or of text that was asked for, a start
+    tells."""
+    both = {**ENGINE, "modalities": ["text", "image"]}
+    tried = replace(revision(service(), STABLE), images=str(Images.IF_SERVED))
+    for more in ({}, {"maxImagePatches": 64}):
+        answer = check(service(engine={**both, **more}), (tried,), False)
+        assert (answer.result, answer.low, answer.high) == (Result.HELD, None, None)
+        assert (
+            "it would not start with image in spec.engine.modalities: revision " in answer.message
+        )
+    asked_text = revision(service(engine={**ENGINE, "modalities": ["text"]}), STABLE)
+    new_model = {"model": {"source": "pvc://models/sees"}, "capacity": {"minKVTokens": 1000}}
+    for before, new in (
+        (asked_text, service(engine=both)),
+        (tried, service(engine=both, **new_model)),
+        (tried, service(engine=both, image="registry.example/next@sha256:" + "1" * 64)),
+        (tried, service(engine=both, capacity={"kvTokens": TOKENS})),
+    ):
+        answer = check(new, (before,), False)
+        assert answer.result is Result.UNKNOWN
+        assert "whether its model has an encoder of images that its server runs" in answer.message
+    for new in (service(engine={**ENGINE, "modalities": ["text"]}), service()):
+        assert "image" not in check(new, (tried,), False).message
+    longer = check(service(engine={**ENGINE, "maxTopLogprobs": 1}), (tried,), False)
+    assert "image" not in longer.message, "an absent field is text alone, as it was measured"
 
 
 @pytest.mark.parametrize(

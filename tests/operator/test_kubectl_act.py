@@ -10,10 +10,13 @@ import pytest
 from services import ready_pod
 
 from kvline_contract.launch import Images
+from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.names import CLI_FIELD_MANAGER
 from kvline_kubectl import act
 from kvline_kubectl.act import Patch
 from kvline_kubectl.cluster import Problem
+from kvline_operator.api.spec import parse
+from kvline_operator.plan.revisions import wanted
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import CapacityStatus
 from kvline_operator.store.revision_state import RevisionState
@@ -161,6 +164,28 @@ def test_rollback_asks_for_no_encoder_that_the_revision_s_model_did_not_have() -
     )
     given = body({"stableRevision": "bbbbb"}, **text)
     assert after(given, act.rollback(given, (now, past), None)[1]) == BASE
+
+
+def test_rollback_to_images_that_were_served_is_the_revision_of_then() -> None:
+    """Also from one that was to serve images where it could, and served text."""
+    served = CapacityStatus.of([ready_pod().report])
+    assert served is not None
+    total = served.memory.total_mib + 100
+    parts = (*served.memory.upgraded().parts, Part("tower", 100))
+    sees = replace(served, memory=MemoryV1.of(Memory(total, parts)))
+    smaller: dict[str, Any] = {"engine": {"maxModelLen": 512}}
+    now, past = (
+        replace(each, images=Images.IF_SERVED, state=replace(each.state, capacity=capacity))
+        for each, capacity in (
+            (entry("bbbbb", 2, accepted=2, **smaller), served),
+            (entry("aaaaa", 1, accepted=1), sees),
+        )
+    )
+    given = body({"stableRevision": "bbbbb"}, **smaller)
+    found = after(given, act.rollback(given, (now, past), None)[1])
+    assert found == {**BASE, "engine": {"modalities": ["text", "image"]}}
+    revisions = [now.revision, past.revision]
+    assert wanted(parse({**given, "spec": found}), revisions, ONE, "bbbbb").name == "aaaaa"
 
 
 def test_a_restart_is_nothing_to_go_back_from() -> None:

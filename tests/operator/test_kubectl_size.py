@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from services import ready_pod
 
 from kvline_contract.launch import Images, LaunchConfig
 from kvline_contract.names import LABEL_SERVICE, LAUNCH_FILE
@@ -26,6 +27,7 @@ from kvline_operator.plan.render import controller_revision
 from kvline_operator.report.display import reported
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.settings import Settings
+from kvline_operator.store.capacity_status import CapacityStatus
 from kvline_operator.store.revision_state import RevisionState
 
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
@@ -137,6 +139,12 @@ def test_images_are_measured_as_the_operator_would_have_them_served() -> None:
     sees = replace(text, name="bbbbb", number=2, images=Images.REQUIRED, state=RevisionState())
     assert launched(service()) is launched(service(), sees) is Images.IF_SERVED
     assert launched(service(), sees, text) is None
+    capacity = CapacityStatus.of([ready_pod().report])
+    state = replace(text.state, capacity=capacity)
+    assert launched(service(), replace(text, images=Images.IF_SERVED, state=state)) is None
+    assert launched(service({"image": "registry.example/own@sha256:" + "a" * 64})) is None, (
+        "it may be of before images"
+    )
     both = service({"engine": {"modalities": ["text", "image"], "maxImagePatches": 64}})
     assert launched(both, text) is Images.REQUIRED
     with pytest.raises(SpecError, match="maxImagePatches bounds images"):

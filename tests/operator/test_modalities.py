@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from kvline_contract.launch import Images, LaunchConfig
+from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.names import LABEL_REVISION
+from kvline_contract.report import Source
 from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.api.spec import ServiceSpec, parse
 from kvline_operator.errors import SpecError
@@ -21,6 +23,7 @@ from kvline_operator.plan.rollout_state import RolloutState
 from kvline_operator.plan.service_plan import ServicePlan
 from kvline_operator.settings import Settings
 from kvline_operator.store import revision_state
+from kvline_operator.store.capacity_status import CapacityStatus, Spread
 from kvline_operator.store.revision_state import RevisionState
 
 IMAGE = "registry.example/server@sha256:" + "0" * 64
@@ -38,6 +41,26 @@ LAUNCH = (
     '"capacity":{},"requireApiKey":false}'
 )
 Object = dict[str, Any]
+
+
+def measured(*parts: Part) -> CapacityStatus:
+    """Of a replica with these parts of the memory beside its weights."""
+    weights = Part("weights", 600)
+    total = sum(part.mib for part in (weights, *parts))
+    return CapacityStatus(
+        kv_tokens=4096,
+        kv_tokens_total=4096,
+        spread=Spread(4096, 4096),
+        bytes_per_token=1024,
+        memory=MemoryV1.of(Memory(total, (weights, *parts))),
+        attempts=1,
+        measured_at="2026-11-28T00:00:00Z",
+        source=Source.MEASURED,
+        fingerprint="f",
+    )
+
+
+SERVES_TEXT, SERVES_IMAGES = measured(), measured(Part("tower", 80), Part("encoder-cache", 4))
 
 
 def spec(engine: Object | None = None, **more: Any) -> ServiceSpec:
@@ -69,7 +92,7 @@ class Service:
         two reconciles, in whatever order revisions are listed."""
         now = spec(engine, **more)
         self.reconcile(now)
-        found = known(self.stored)
+        found = known(self.stored, self.states)
         orders = found, found[::-1]
         (name,) = {wanted(now, order, IMAGE, self.stable).name for order in orders}
         before = json.dumps(self.stored, sort_keys=True)
@@ -94,11 +117,12 @@ class Service:
         (found,) = (i for i in self.stored if i["metadata"]["labels"][LABEL_REVISION] == name)
         return found
 
-    def accept(self, name: str) -> None:
-        if name == self.stable:
+    def accept(self, name: str, capacity: CapacityStatus | None = None) -> None:
+        """`capacity`: as its replicas were measured."""
+        if name == self.stable and capacity is None:
             return
         number = 1 + max(state.accepted for state in self.states.values())
-        state = RevisionState(accepted=number)
+        state = RevisionState(accepted=number, capacity=capacity)
         annotations = revision_state.to_annotations(state)
         index = self.stored.index(self.of(name))
         self.stored[index] = {
@@ -206,6 +230,94 @@ def test_a_candidate_keeps_its_meaning_when_it_is_accepted_or_not() -> None:
     assert service.ask(BOTH) == both, "the one that was begun"
 
 
+OTHER_MODEL: Object = {"model": {"source": "pvc://models/sees"}}
+NEXT_SERVER: Object = {"image": "registry.example/next@sha256:" + "1" * 64}
+
+
+def test_what_served_text_goes_on_with_text_though_it_might_have_served_images() -> None:
+    """On a GPU, or of a model without an encoder: neither a server that learns images nor another
+    model loads an encoder unasked. Its own pods stay as they are."""
+    for change in (LONGER, {}):
+        for more in (OTHER_MODEL, NEXT_SERVER):
+            service = Service()
+            first, images = service.ask()
+            service.accept(first, SERVES_TEXT)
+            launch = service.of(first)["data"]["launch"]
+            assert service.ask() == (first, images) == (first, Images.IF_SERVED)
+            assert service.ask(TEXT) == (first, images), "which it serves already"
+            assert service.of(first)["data"]["launch"] == launch
+            name, images = service.ask(change, **more)
+            assert name != first and images is None
+            assert service.ask({**TEXT, **change}, **more) == (name, None)
+            assert service.ask({**BOTH, **change}, **more)[1] is Images.REQUIRED
+    service = Service()
+    first, _ = service.ask()
+    service.accept(first, SERVES_TEXT)
+    service.ask(LONGER)
+    assert service.ask() == (first, Images.IF_SERVED), "whose pods are those of text alone"
+
+
+def test_what_served_images_goes_on_with_them() -> None:
+    """Also as measured: the encoder's parts may have less than 1 MiB each, or be summed up."""
+    many = (Part(f"part-{n}", 30) for n in range(13))
+    small = (Part("tower", 0), Part("encoder-work", 20), Part("encoder-cache", 0))
+    for capacity in (SERVES_IMAGES, measured(Part("tower", 0)), measured(*many, *small)):
+        service = Service()
+        first, _ = service.ask()
+        service.accept(first, capacity)
+        assert service.ask(LONGER, accept=False, **OTHER_MODEL)[1] is Images.IF_SERVED
+        assert service.ask(TEXT, accept=False)[1] is None
+
+
+def test_naming_the_images_that_are_served_restarts_nothing() -> None:
+    """Where an encoder was measured. Before that they are not known to be served, and of text
+    alone they are asked for."""
+    service = Service()
+    first, _ = service.ask()
+    service.accept(first, SERVES_IMAGES)
+    assert service.ask(BOTH) == (first, Images.IF_SERVED)
+    assert service.ask() == (first, Images.IF_SERVED)
+    assert service.ask({**BOTH, **LONGER}, accept=False)[1] is Images.REQUIRED
+    for capacity in (None, SERVES_TEXT):
+        service = Service()
+        first, _ = service.ask()
+        service.accept(first, capacity)
+        name, images = service.ask(BOTH, accept=False)
+        assert name != first and images is Images.REQUIRED
+
+
+def test_bounds_that_the_stable_revision_has_already_stay_accepted() -> None:
+    """They bounded nothing, of a server that serves text: only a new one is refused by name."""
+    service = Service()
+    bound: Object = {"maxImagePatches": 64}
+    first, _ = service.ask(bound)
+    service.accept(first, SERVES_TEXT)
+    assert service.ask(bound) == (first, Images.IF_SERVED)
+    longer, images = service.ask({**bound, **LONGER})
+    assert longer != first and images is None
+    assert service.ask({**bound, **LONGER}) == (longer, None)
+    with pytest.raises(SpecError, match="maxImagesPerRequest bounds images"):
+        service.ask({**bound, "maxImagesPerRequest": 2})
+
+
+def test_a_new_service_on_an_image_of_its_own_gets_the_launch_file_of_any_server() -> None:
+    """A server of before images reads it strictly. Named, or on the default image, it asks."""
+    service = Service()
+    name, images = service.ask(**NEXT_SERVER, accept=False)
+    assert images is None
+    launch = json.loads(service.of(name)["data"]["launch"])["engine"]
+    assert launch == {"maxModelLen": 2048}
+    assert service.ask(**NEXT_SERVER, accept=False) == (name, None)
+    assert service.ask(LONGER, **NEXT_SERVER, accept=False)[1] is None
+    assert service.ask(BOTH, **NEXT_SERVER, accept=False)[1] is Images.REQUIRED
+    with pytest.raises(SpecError, match=r"without spec\.engine\.modalities .* text alone: set"):
+        service.ask({"maxImagePatches": 64}, **NEXT_SERVER)
+    assert service.ask(accept=False)[1] is Images.IF_SERVED, "no server was accepted yet"
+    service = Service()
+    service.ask(**NEXT_SERVER)
+    assert service.ask(LONGER)[1] is None, "as the stable one has it"
+
+
 @pytest.mark.parametrize("field", ["maxImagesPerRequest", "maxImagePatches"])
 def test_bounds_of_images_are_in_the_launch_file_and_refused_where_there_are_none(
     field: str,
@@ -215,9 +327,11 @@ def test_bounds_of_images_are_in_the_launch_file_and_refused_where_there_are_non
     name, _ = service.ask({field: 16})
     launch = json.loads(service.of(name)["data"]["launch"])["engine"]
     assert launch == {"maxModelLen": 2048, field: 16, "images": "IfServed"}
-    why = f"spec.engine.{field} bounds images, and the stable revision serves text alone: set "
+    why = f"spec.engine.{field} bounds images, and without spec.engine.modalities this service "
     service = Service(of_before())
-    with pytest.raises(SpecError, match=re.escape(why) + ".*modalities to .text, image."):
+    with pytest.raises(
+        SpecError, match=re.escape(why) + "serves text alone: set .* to .text, image."
+    ):
         service.ask({field: 16})
     with pytest.raises(SpecError, match=r"and spec\.engine\.modalities is text alone"):
         service.ask({**TEXT, field: 16})

@@ -1,8 +1,9 @@
 """spec.engine.modalities: whether requests may have images. Pure.
 
-An absent field is what the stable revision has, and for a new service images where the server has
-an encoder for them. So the field alone does not tell what pods do; each revision keeps that as its
-`images`, a kvline_contract.launch.Images, or None for text alone.
+An absent field is what the stable revision serves, and for a new service images where the server
+has an encoder for them, unless spec.image may name a server of before images. So the field alone
+does not tell what pods do; each revision keeps that as its `images`, a
+kvline_contract.launch.Images, or None for text alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from kvline_contract.launch import Images
 from kvline_operator.errors import SpecError
 
 Object = dict[str, Any]
-FIELD = "spec.engine.modalities"
+NAME = "modalities"
+FIELD = f"spec.engine.{NAME}"
 BOUNDS = ("maxImagesPerRequest", "maxImagePatches")
 
 
@@ -38,16 +40,18 @@ def ordered(given: list[str]) -> list[str]:
     return sorted(set(given), key=lambda each: (each != Modality.TEXT, each))
 
 
-def images(engine: Object, absent: str | None) -> str | None:
+def images(engine: Object, absent: str | None, before: Object) -> str | None:
     """Whether pods of these inputs serve images; `absent`: where the field is. Raises SpecError
-    where images are bounded and none are served."""
+    where images are bounded and none are served, but for bounds that spec.engine of the stable
+    revision, `before`, had too: it is accepted, whatever its server turned out to serve."""
     found = absent
     if (given := engine.get("modalities")) is not None:
         found = Images.REQUIRED if Modality.IMAGE in given else None
-    bound = next((field for field in BOUNDS if field in engine), None)
+    known = before if given is None else {}
+    bound = next((field for field in BOUNDS if field in engine and field not in known), None)
     if bound is None or found is not None:
         return found
-    where = "the stable revision serves" if given is None else f"{FIELD} is"
+    where = f"without {FIELD} this service serves" if given is None else f"{FIELD} is"
     raise SpecError(
         f"spec.engine.{bound} bounds images, and {where} text alone: set {FIELD} to [text, image], "
         "or remove the bound"

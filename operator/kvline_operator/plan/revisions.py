@@ -3,13 +3,14 @@
 Two specs with equal inputs and image are the same revision. Without spec.image the image is the
 stable revision's, with spec.upgradePolicy Latest the operator's default: so a new default image
 restarts no pod unasked, and removing a wrong spec.image reverts it. Without spec.engine.modalities
-it serves images where the stable revision does: so a server that learns them restarts none either.
+it serves images where the stable revision was measured to: so no server or model that has them
+loads an encoder unasked.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvline_operator.api.inputs import read
 from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import ServiceSpec, UpgradePolicy, canonical, gpus
 from kvline_operator.errors import SpecError
+from kvline_operator.store.revision_state import RevisionState
 
 HISTORY_LIMIT = 10
 # Inputs that change no pod. `restart` and `upgrade` are of operators that had annotations for it.
@@ -36,6 +38,14 @@ class Revision:
     named: bool = False  # its image is of spec.image, not the operator's default
     # Whether its pods serve images, as of kvline_contract.launch.Images; None: text alone
     images: str | None = None
+    sees: bool | None = None  # whether its replicas had an encoder; None: none was measured
+
+    @property
+    def served(self) -> str | None:
+        """Its `images`, as they turned out where that is known."""
+        if self.images != Images.IF_SERVED or self.sees is None:
+            return self.images
+        return Images.REQUIRED if self.sees else None
 
     @property
     def inputs(self) -> Object:
@@ -44,24 +54,29 @@ class Revision:
 
     @property
     def settled(self) -> Object:
-        """Its inputs with what an absent spec.engine.modalities meant when it was made."""
-        return modalities.settled(self.inputs, self.images)
+        """Its inputs with what an absent spec.engine.modalities came to mean."""
+        return modalities.settled(self.inputs, self.served)
 
 
-def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
-    """The revisions in these ControllerRevisions, newest first."""
+def known(
+    controller_revisions: list[dict[str, Any]], states: Mapping[str, RevisionState] | None = None
+) -> list[Revision]:
+    """The revisions in these ControllerRevisions, newest first. `states`: what is stored of each,
+    by name."""
     found = []
     for item in controller_revisions:
         data = item.get("data") or {}
+        name = revision_of(item)
         found.append(
             Revision(
-                name=revision_of(item),
+                name=name,
                 image=data.get("image")
                 or (item["metadata"].get("annotations") or {}).get(ANNOTATION_IMAGE, ""),
                 inputs_json=canonical(read(data.get("inputs", {}))),
                 number=item.get("revision", 0),
                 named=bool(data.get("imageNamed")),
                 images=data.get("images"),
+                sees=((states or {}).get(name) or RevisionState()).has_encoder,
             )
         )
     return sorted(found, key=lambda r: r.number, reverse=True)
@@ -80,7 +95,7 @@ def wanted(
     newest_first = sorted(existing, key=lambda revision: -revision.number)
     accepted = next((r for r in newest_first if r.name == stable), None)
     ordered = [*filter(None, (accepted,)), *(r for r in newest_first if r is not accepted)]
-    images = served_images(spec.inputs, existing, stable)
+    images = served_images(spec, existing, stable)
     new = Revision("", "", spec.inputs_json, 0, bool(spec.image), images)
     same = [r for r in ordered if _same(new, r)]
     image = spec.image or (default_image if spec.upgrade_policy is UpgradePolicy.LATEST else "")
@@ -107,12 +122,20 @@ def wanted(
     return replace(new, name=name, image=image, number=number)
 
 
-def served_images(inputs: Object, existing: list[Revision], stable: str) -> str | None:
-    """Whether a new revision with these inputs serves images. Without the field, if the stable
-    one does, and until there is one the newest. Raises SpecError as modalities.images does."""
-    before = max(existing, key=lambda r: (r.name == stable, r.number), default=None)
-    absent = Images.IF_SERVED if before is None or before.images else None
-    return modalities.images(inputs.get("engine", {}), absent)
+def served_images(spec: ServiceSpec, existing: list[Revision], stable: str) -> str | None:
+    """Whether a new revision of this spec serves images. Without the field, if the stable one
+    does. Until there is one, a server of spec.image may be of before images, and reads a launch
+    file strictly; any other is asked for images unless the newest revision is one of text alone.
+    Raises SpecError as modalities.images does."""
+    accepted = next((r for r in existing if r.name == stable), None)
+    newest = max((r for r in existing if not r.named), key=lambda r: r.number, default=None)
+    if accepted is not None:
+        serves = bool(accepted.served)
+    else:
+        serves = not spec.image and (newest is None or bool(newest.images))
+    before = accepted.inputs.get("engine", {}) if accepted is not None else {}
+    absent = Images.IF_SERVED if serves else None
+    return modalities.images(spec.inputs.get("engine", {}), absent, before)
 
 
 def same_pods(one: Revision, other: Revision) -> bool:
@@ -120,15 +143,30 @@ def same_pods(one: Revision, other: Revision) -> bool:
     return _without(one.settled, ASKED) == _without(other.settled, ASKED)
 
 
+def same_but_images(one: Revision, other: Revision) -> bool:
+    """Whether their pods differ at most in what they serve of images, by the same image."""
+    return one.image == other.image and _unseeing(one) == _unseeing(other)
+
+
+def _unseeing(revision: Revision) -> Object:
+    inputs = _without(revision.inputs, ASKED)
+    fields = (modalities.NAME, *modalities.BOUNDS)
+    return {**inputs, "engine": _without(inputs.get("engine", {}), fields)}
+
+
 def _same(new: Revision, found: Revision) -> bool:
     """Whether a revision is the spec's, of which `new` would be made. Without spec.restartedAt it
-    is, whenever it was restarted, and without spec.engine.modalities, whatever this was where it
-    serves what the absent field means: taking a field away restarts nothing."""
+    is, whenever it was restarted, and without spec.engine.modalities, where it would be made or
+    serves as the absent field means: taking a field away restarts nothing, nor does writing what
+    was measured to hold."""
     wants, has = new.inputs, found.inputs
     asked, restarted = wants.get("restartedAt"), has.get("restartedAt", has.get("restart"))
-    is_named = "modalities" in wants.get("engine", {})
-    serves = new.images == found.images or not is_named
-    return same_pods(new, found) and serves and asked in (None, restarted)
+    if modalities.NAME in wants.get("engine", {}):
+        serves = new.images == found.served
+    else:
+        serves = bool(new.images) in (bool(found.images), bool(found.served))
+    as_found = replace(new, images=found.images, sees=found.sees)
+    return same_pods(as_found, found) and serves and asked in (None, restarted)
 
 
 def _pinned_image(new: Revision, accepted: Revision | None, newest_first: list[Revision]) -> str:

@@ -121,8 +121,8 @@ def _revision(
     """The revision of the current spec; all ControllerRevisions by revision, including a new one
     that is not written yet; and the stored state of each."""
     stored = {name: item for item in observed.revisions if (name := revision_of(item))}
-    existing = revisions.known(list(stored.values()))
     known = {name: revision_state.read(item) for name, item in stored.items()}
+    existing = revisions.known(list(stored.values()), known)
     stable = revision_state.stable(known)
     wanted = revisions.wanted(spec, existing, default, stable, phase.tried(known))
     if wanted.name not in stored:

@@ -36,8 +36,8 @@ class RevisionEntry:
 
     @property
     def revision(self) -> Revision:
-        inputs = canonical(self.inputs)
-        return Revision(self.name, self.image, inputs, self.number, self.named, self.images)
+        sees, inputs = self.state.has_encoder, canonical(self.inputs)
+        return Revision(self.name, self.image, inputs, self.number, self.named, self.images, sees)
 
 
 @dataclass(frozen=True, slots=True)
