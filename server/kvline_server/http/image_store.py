@@ -107,30 +107,23 @@ class Store:
         self._freed.set()
 
     def _take(self, files: dict[bytes, File]) -> dict[bytes, Image] | None:
-        """All of them, or none."""
+        """All of them, or none. New ones get the place of images that nobody reads, if need be."""
         found = {key: self._known[key] for key in files if key in self._known}
+        new = [file for key, file in files.items() if key not in found]
+        unread = {i.offset: i for key, i in self._unread.items() if key not in found}
+        made = self._places.allocate_all([place_bytes(*file.size) for file in new], unread)
+        if made is None:
+            return None
+        offsets, released = made
+        for image in (unread[offset] for offset in released):
+            del self._unread[image.key]
+            self._forget(image)
         self.read(found.values())
         for key in found:
             self._unread.pop(key, None)
-        offsets: dict[bytes, int] = {}
-        for key, file in files.items():
-            if key not in found:
-                offset = self._allocate(place_bytes(*file.size))
-                if offset is None:
-                    for each in offsets.values():
-                        self._places.release(each)
-                    self.leave(found.values())
-                    return None
-                offsets[key] = offset
-        for key, offset in offsets.items():
-            found[key] = self._decode(files[key], offset)
-        return found
-
-    def _allocate(self, nbytes: int) -> int | None:
-        """In the place of images that nobody reads, if need be."""
-        while (offset := self._places.allocate(nbytes)) is None and self._unread:
-            self._drop(self._unread.popitem(last=False)[1])
-        return offset
+        return found | {
+            file.key: self._decode(file, offset) for file, offset in zip(new, offsets, strict=True)
+        }
 
     def _drop(self, image: Image) -> None:
         self._forget(image)
