@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_files import noise, processor, saved
 from PIL import Image
+from waiting import limit
 
 from kvline_server.http.errors import BadRequest, TooMany
 from kvline_server.http.image_store import Held, Store
@@ -172,3 +173,24 @@ def test_images_that_nobody_reads_stay_where_there_would_be_no_room_without_them
         reading.close()
 
     play(story, wait=0.05)
+
+
+def test_who_needs_no_room_passes_who_waits_for_it() -> None:
+    async def story(made: Stored) -> None:
+        reading = await made.place([LARGE])
+        (await made.place([ONE])).close()
+        waiting = asyncio.create_task(made.place([LARGE_TOO, OTHER]))
+        behind = asyncio.create_task(made.place([TWO]))  # would fit now
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        passing = await asyncio.wait_for(made.place([ONE, LARGE, ONE]), limit(2))
+        assert made.shows(passing, [ONE, LARGE, ONE])
+        assert not waiting.done() and not behind.done(), "who needs room is not overtaken"
+        passing.close()
+        reading.close()
+        for task, which in ((waiting, [LARGE_TOO, OTHER]), (behind, [TWO])):
+            held = await task
+            assert made.shows(held, which)
+            held.close()
+
+    play(story)

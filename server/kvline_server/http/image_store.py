@@ -53,7 +53,7 @@ class Store:
         self._places, self._totals = places, totals
         self._known: dict[bytes, Image] = {}  # by the key of the file
         self._unread: OrderedDict[bytes, Image] = OrderedDict()  # of these, the first to go first
-        self._turn = asyncio.Lock()  # who waits for the most room is not overtaken
+        self._turn = asyncio.Lock()  # who waits for room is overtaken by nobody that needs some
         self._freed = asyncio.Event()
         self._decodes = asyncio.Semaphore(limits.parsing)
 
@@ -77,6 +77,8 @@ class Store:
                 f'{self._places.total}: send fewer images, smaller ones, or "detail": "low"',
                 "messages",
             )
+        if all(key in self._known for key in unique) and (made := self._take(unique)) is not None:
+            return made  # which takes no room from who waits for it
         async with self._turn:
             while (made := self._take(unique)) is None:
                 self._freed.clear()
