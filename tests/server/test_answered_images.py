@@ -17,6 +17,8 @@ from image_kit import Pictured, served
 from PIL import Image
 from waiting import limit
 
+from kvline_server.ipc.messages import WRONG_PIXELS
+
 FIRST, SECOND = noise(16, 24, 1), noise(24, 16, 2)
 Story = Callable[[Pictured, Any], Any]
 
@@ -187,6 +189,29 @@ def test_a_client_is_answered_by_its_own_picture_however_often_others_sent_it(
         await http.settled()
 
     play(image_model, story, pages=6, cached=64)
+
+
+def test_pixels_that_changed_before_they_were_encoded_are_no_one_s_answer(
+    image_model: Path,
+) -> None:
+    async def story(http: Pictured, recording: Any) -> None:
+        first = asyncio.create_task(http.ask(chat(part(FIRST))))
+        while not recording.begun:
+            await asyncio.sleep(0.01)
+        lost = asyncio.create_task(http.ask(chat(part(SECOND))))
+        while len(http.client._reads) < 2:
+            await asyncio.sleep(0.01)
+        (offset,) = {image.offset for image in http.store._known.values()} - {0}
+        http.places.write(offset, drawn(noise(24, 16, 7)))
+        recording.left = recording.passes = 1
+        answer = await lost
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "image_lost")
+        assert WRONG_PIXELS in answer.json()["error"]["message"]
+        assert (await first).status_code == 200
+        assert len(recording.begun) == 1, "the other's pixels never reached the encoder"
+        await http.settled()
+
+    play(image_model, story, passes=1 << 40)
 
 
 def test_many_at_once_with_room_for_a_few_all_get_their_own_answer(image_model: Path) -> None:

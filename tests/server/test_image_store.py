@@ -21,7 +21,8 @@ from kvline_server.http.image_store import Held, Store
 from kvline_server.http.images import File
 from kvline_server.images.bounds import Bounds
 from kvline_server.images.container import opened
-from kvline_server.images.pixels import file_digest, work_bytes
+from kvline_server.images.digests import file_digest
+from kvline_server.images.pixels import work_bytes
 from kvline_server.images.positions import Placed
 from kvline_server.ipc.pixels import PAGE, Places, SharedPixels, create
 from kvline_server.ipc.totals import Totals

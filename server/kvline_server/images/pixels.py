@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +10,9 @@ from PIL import Image
 
 from kvline_server.images.container import Container
 from kvline_server.images.decode import decoded
+from kvline_server.images.digests import digest
 from kvline_server.images.processor import Grid, Processor
 
-DIGEST_BYTES = 32
 # Of what decoding and resizing hold at most, as tests/server/test_images_memory.py measures it.
 # The file: without its metadata, and twice as Pillow hands it to WebP's decoder.
 FILE_COPIES = 3
@@ -52,18 +51,3 @@ def resized(image: Image.Image, processor: Processor) -> NDArray[np.uint8]:
     read-only."""
     height, width = processor.resized(image.height, image.width)
     return np.asarray(image.resize((width, height), Image.Resampling(processor.resample)))
-
-
-def digest(values: NDArray[np.uint8]) -> bytes:
-    """The whole of it is a key of caches: a shorter one can be forged, and then a client is served
-    what another's picture is."""
-    hashed = hashlib.blake2b(repr(values.shape).encode(), digest_size=DIGEST_BYTES)
-    hashed.update(np.ascontiguousarray(values).data)
-    return hashed.digest()
-
-
-def file_digest(data: bytes, processor: Processor) -> bytes:
-    """Of a file and of what it would be resized to."""
-    hashed = hashlib.blake2b(repr(processor).encode(), digest_size=DIGEST_BYTES)
-    hashed.update(data)
-    return hashed.digest()
