@@ -16,7 +16,7 @@ from kvline_server.engine.encoding import Bounds, Encoding
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.pictures import Image, Pictures
 from kvline_server.engine.speculation import decode_rows
-from kvline_server.images.pixels import digest
+from kvline_server.images.digests import digest
 from kvline_server.images.positions import Placed, mrope
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.device import cpu_device

@@ -15,6 +15,9 @@ from image_chats import chat, part, text
 from image_files import gradient, noise
 from image_kit import Pictured, served
 from PIL import Image
+from waiting import limit
+
+from kvline_server.ipc.messages import WRONG_PIXELS
 
 FIRST, SECOND = noise(16, 24, 1), noise(24, 16, 2)
 Story = Callable[[Pictured, Any], Any]
@@ -137,6 +140,78 @@ def test_pixels_are_free_when_a_sequence_fails(image_model: Path) -> None:
         assert (await http.ask(chat(part(SECOND)))).status_code == 200
 
     play(image_model, story)
+
+
+@pytest.mark.parametrize(("parts", "times"), [(1, 1), (2, 2), (3, 1)])
+def test_a_client_is_answered_by_its_own_picture_however_often_others_sent_it(
+    image_model: Path, parts: int, times: int
+) -> None:
+    """There is room for two pictures. A sequence waits for the encoder with the one that others had
+    in several parts of a request, or left; another client's new one does not get its place."""
+    shown, held, new = (noise(64, 64, seed) for seed in (1, 2, 3))
+
+    async def story(http: Pictured, recording: Any) -> None:
+        words = iter("abcdefgh")  # one of two equal prompts would wait for the other
+
+        def ask(image: Image.Image, count: int = 1) -> asyncio.Task[Any]:
+            body = chat(text(next(words)), *[part(image)] * count)
+            return asyncio.create_task(http.ask(body))
+
+        async def until_read(sequences: int) -> None:
+            """So many sequences read pixels, as far as this process knows."""
+            async with asyncio.timeout(limit(20)):
+                while len(http.client._reads) != sequences:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+
+        for _ in range(times):
+            assert (await ask(shown, parts)).status_code == 200
+        await until_read(0)
+        recording.begun.clear()
+        recording.passes = 1 << 40
+        first = ask(held)
+        await until_read(1)
+        second = ask(shown)
+        await until_read(2)
+        leaves = ask(shown)
+        await until_read(3)
+        leaves.cancel()
+        await until_read(2)
+        third = ask(new)
+        await asyncio.sleep(0.2)
+        recording.left = recording.passes = 1
+        answers = await asyncio.gather(first, second, third)
+        assert [answer.status_code for answer in answers] == [200] * 3
+        got = [image for begun in recording.begun for image in begun]
+        assert len(got) == 3
+        for image, expected in zip(got, (held, shown, new), strict=True):
+            assert np.array_equal(image, drawn(expected))
+        await http.settled()
+
+    play(image_model, story, pages=6, cached=64)
+
+
+def test_pixels_that_changed_before_they_were_encoded_are_no_one_s_answer(
+    image_model: Path,
+) -> None:
+    async def story(http: Pictured, recording: Any) -> None:
+        first = asyncio.create_task(http.ask(chat(part(FIRST))))
+        while not recording.begun:
+            await asyncio.sleep(0.01)
+        lost = asyncio.create_task(http.ask(chat(part(SECOND))))
+        while len(http.client._reads) < 2:
+            await asyncio.sleep(0.01)
+        (offset,) = {image.offset for image in http.store._known.values()} - {0}
+        http.places.write(offset, drawn(noise(24, 16, 7)))
+        recording.left = recording.passes = 1
+        answer = await lost
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "image_lost")
+        assert WRONG_PIXELS in answer.json()["error"]["message"]
+        assert (await first).status_code == 200
+        assert len(recording.begun) == 1, "the other's pixels never reached the encoder"
+        await http.settled()
+
+    play(image_model, story, passes=1 << 40)
 
 
 def test_many_at_once_with_room_for_a_few_all_get_their_own_answer(image_model: Path) -> None:

@@ -3,6 +3,8 @@ images, alone and beside others, from the prefix cache and after preemption."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from vision_models import PATCH, picture
 
 from kvline_server.engine.encoding import Bounds
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.ipc.messages import WRONG_PIXELS
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs import graphs, steps
 
@@ -101,6 +104,25 @@ def test_another_image_of_equal_tokens_shares_no_page_and_the_same_one_does() ->
         assert least <= found[0].sequence.cached <= most
         equal_to_transformers("qwen3_vl", [*text, image, *TEXT], found)
     assert tokens_of(found) == tokens_of(first[0])
+
+
+def test_pixels_that_are_another_picture_s_fail_their_sequence_alone() -> None:
+    """As a fault of the HTTP process would have it: two have one digest, and the pixels of the
+    first are none of it. Neither is answered by them, then or from a cache."""
+    made = engine("qwen3_vl")
+    parts = PROMPTS["several"]
+    own, pictures = prompt(parts)
+    wrong = [replace(each, pixels=each.pixels[::-1].copy()) for each in pictures.images]
+    made.submit(0, list(own), greedy(12), replace(pictures, images=tuple(wrong)))
+    made.submit(1, list(own), greedy(12, logprobs=0), pictures)
+    other, images = prompt(PROMPTS["long"])
+    made.submit(2, other, greedy(12, logprobs=0), images)
+    found = finish(made)
+    (failed,) = found[0]
+    assert (failed.tokens, failed.finish, failed.reason) == ([], "error", WRONG_PIXELS)
+    equal_to_transformers("qwen3_vl", parts, found[1])
+    equal_to_transformers("qwen3_vl", PROMPTS["long"], found[2])
+    assert made.idle and not made.sequences
 
 
 def test_a_salt_keeps_images_apart_too() -> None:

@@ -18,7 +18,8 @@ from PIL import Image, ImageOps
 from kvline_server.images.bounds import Bounds, ImageRefused
 from kvline_server.images.container import opened
 from kvline_server.images.decode import decoded
-from kvline_server.images.pixels import digest, file_digest, pixels
+from kvline_server.images.digests import digest, file_digest
+from kvline_server.images.pixels import pixels
 from kvline_server.images.url import file_bytes, image_bytes
 
 SMALL = Bounds(file_bytes=300, pixels=10_000)

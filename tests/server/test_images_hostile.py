@@ -16,12 +16,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_files import chunk, faded, gradient, noise, png, processor, saved, seen, text, turned
+from image_files import (
+    chunk,
+    faded,
+    gemma,
+    gradient,
+    noise,
+    png,
+    processor,
+    saved,
+    seen,
+    text,
+    turned,
+)
 from PIL import Image
 
+from kvline_contract.launch import Device
 from kvline_server.images.bounds import Bounds, ImageRefused
-from kvline_server.images.container import MAX_BLOCKS, MAX_SCANS, opened
+from kvline_server.images.container import MAX_BLOCKS, MAX_SCANS, Container, opened
 from kvline_server.images.pixels import pixels, work_bytes
+from kvline_server.images.processor import Processor
+from kvline_server.options.clients import ClientLimits
 
 # In service decode.py ignores them; pytest makes errors of all, which would hide what follows one.
 pytestmark = pytest.mark.filterwarnings(r"ignore:::PIL\.")
@@ -222,6 +237,21 @@ def test_scans_of_a_jpeg_are_bounded() -> None:
         opened(whole[:last] + whole[last:-2] * MAX_SCANS + whole[-2:], BOUNDS)
 
 
+def test_coefficients_of_a_jpeg_are_those_of_its_samples() -> None:
+    """And a header that is cut has none, rather than an error of ours."""
+    for image, subsampling, expected in (
+        (noise(32, 32), 0, 6),
+        (noise(32, 32), 1, 4),
+        (noise(32, 32), 2, 3),
+        (noise(32, 32).convert("L"), 0, 2),
+        (noise(32, 32).convert("CMYK"), 0, 8),
+    ):
+        data = saved(image, "JPEG", subsampling=subsampling)
+        assert opened(data, BOUNDS).coefficients == expected
+    start, scan = b"\xff\xd8\xff\xc0\0\7\x08\0\x10\0\x10", b"\xff\xda\0\2"
+    assert opened(start + scan, BOUNDS).coefficients == 0
+
+
 def test_a_usual_file_is_far_from_the_bounds() -> None:
     """Of 24 million pixels with chunks as small as encoders write them."""
     assert MAX_BLOCKS > 24_000_000 * 3 // 8192
@@ -230,36 +260,69 @@ def test_a_usual_file_is_far_from_the_bounds() -> None:
     assert len(small) > 99 * 100 and opened(data[:33] + small + data[-12:], BOUNDS)
 
 
-def large(side: int) -> dict[str, Callable[[], bytes]]:
-    image = noise(side // 8, side // 8).resize((side, side))
+def large(width: int, height: int) -> dict[str, Callable[[], bytes]]:
+    """Of each format that which takes the most, and what is usual."""
+    image = noise(width // 8, height // 8).resize((width, height))
     full = {"progressive": True, "subsampling": 0, "exif": turned(6)}
     return {
         "PNG": lambda: saved(image, "PNG", compress_level=1),
+        "PNG, grey, turned": lambda: saved(image.convert("L"), "PNG", exif=turned(6)),
         "PNG with alpha": lambda: saved(faded(image), "PNG", compress_level=1),
         "PNG of 16 bits": lambda: saved(
             Image.fromarray(np.asarray(image)[..., 0].astype(np.uint16) * 257), "PNG"
         ),
         "JPEG, progressive, turned": lambda: saved(image, "JPEG", **full),
+        "JPEG, turned": lambda: saved(image, "JPEG", exif=turned(6)),
+        "JPEG, grey, turned": lambda: saved(image.convert("L"), "JPEG", exif=turned(6)),
         "CMYK, progressive, turned": lambda: saved(image.convert("CMYK"), "JPEG", **full),
         "WebP with alpha, turned": lambda: saved(
             faded(image), "WEBP", method=0, lossless=True, exif=turned(6)
         ),
+        "WebP, turned": lambda: saved(image, "WEBP", method=0, exif=turned(6)),
         "GIF": lambda: saved(image.quantize(64, Image.Quantize.FASTOCTREE), "GIF"),
+        "GIF, transparent": lambda: saved(
+            image.quantize(64, Image.Quantize.FASTOCTREE), "GIF", transparency=3
+        ),
     }
 
 
-@pytest.mark.parametrize("name", large(8))
-@pytest.mark.parametrize(("side", "patches"), [(1400, 4096), (200, 16_384)])
+@pytest.mark.parametrize("name", large(8, 8))
+@pytest.mark.parametrize(
+    ("width", "height", "patches"),
+    [(1400, 1400, 4096), (200, 200, 16_384), (7000, 250, 1024), (250, 7000, 1024)],
+)
 def test_work_is_within_the_bytes_that_are_reserved_for_it(
-    name: str, side: int, patches: int
+    name: str, width: int, height: int, patches: int
 ) -> None:
     """And not so far below that the reservation keeps others waiting for nothing."""
-    file = opened(large(side)[name](), Bounds(file_bytes=1 << 30))
-    ours = processor(shortest=patches * 200).within(patches)
-    reserved = work_bytes(file, ours)
+    file = opened(large(width, height)[name](), Bounds(file_bytes=1 << 30))
+    peak, reserved = worked(file, processor(shortest=patches * 200).within(patches))
+    assert reserved / 4 < peak < reserved
+
+
+def worked(file: Container, ours: Processor) -> tuple[int, int]:
+    """-> the bytes that decoding takes, and those that are reserved for it"""
     found = pixels(file, ours)
     held: list[object] = []
     # What decoders keep from the first run is theirs for good, and no work's.
     peak = peak_of(lambda: held.append(pixels(file, ours)))
-    assert found.values.nbytes < peak < reserved
-    assert peak > reserved / 3
+    assert found.values.nbytes < peak
+    return peak, work_bytes(file, ours)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["usual", "progressive"])
+def test_a_phone_s_photo_is_decoded_on_a_cpu(options: dict[str, bool]) -> None:
+    """Of 12 million pixels, on their side, in about as large a file as is taken there."""
+    limits = ClientLimits().on(Device.CPU)
+    drawn = noise(504, 378).resize((4032, 3024))
+    data = saved(drawn, "JPEG", quality=78, exif=turned(6), **options)
+    assert limits.image_file_bytes() * 2 // 3 < len(data) <= limits.image_file_bytes()
+    peak, reserved = worked(opened(data, Bounds()), processor().within(1024))
+    assert peak < reserved <= limits.decode_bytes
+
+
+@pytest.mark.parametrize("size", [(40, 20_000), (20_000, 40)], ids=["tall", "wide"])
+def test_a_narrow_image_is_counted_as_it_is_between_two_directions(size: tuple[int, int]) -> None:
+    """Gemma's are resized to one size, first in one direction, of which a long side is kept."""
+    peak, reserved = worked(opened(saved(gradient(*size), "JPEG"), Bounds()), gemma())
+    assert peak < reserved

@@ -97,9 +97,8 @@ def test_placeholders_are_as_many_as_tokens(name: str) -> None:
     ("tokens", "grids", "named"),
     [
         ([1, IMAGE, 2], [], "each of its 0 images, got 1"),
-        ([1, 2], [ONE], "each of its 1 images, got 0"),
         ([IMAGE, IMAGE], [ONE], "each of its 1 images, got 2"),
-        ([], [ONE], "each of its 1 images, got 0"),
+        ([1, IMAGE], [ONE, ONE], "each of its 2 images, got 1"),
     ],
 )
 def test_an_image_token_without_an_image_is_refused(
@@ -108,3 +107,11 @@ def test_an_image_token_without_an_image_is_refused(
     with pytest.raises(ImageRefused) as refused:
         expand(tokens, IMAGE, grids)
     assert named in str(refused.value) and f"(id {IMAGE}) out of texts" in str(refused.value)
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2]])
+def test_a_template_that_writes_no_image_is_named(tokens: list[int]) -> None:
+    """No text of the client is why."""
+    with pytest.raises(ImageRefused, match="the model's chat template writes no images") as refused:
+        expand(tokens, IMAGE, [ONE])
+    assert "out of texts" not in str(refused.value)

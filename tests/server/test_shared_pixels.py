@@ -115,3 +115,15 @@ def test_what_nobody_holds_is_neither_freed_nor_written(file: int) -> None:
     places.release(0)
     with pytest.raises(InvalidFrame, match="a smaller place"):
         places.write(0, drawn(1, 1, 0))
+
+
+def test_places_are_given_all_at_once_for_as_few_others_as_need_be(file: int) -> None:
+    places = Places(file)
+    taken = [places.allocate(PAGE) for _ in range(PAGES)]
+    assert taken == [n * PAGE for n in range(PAGES)]
+    spare = [n * PAGE for n in (7, 3, 4, 9, 5)]
+    two = 2 * PAGE
+    assert places.allocate_all([two, two], spare) is None, "3 to 5 are one piece, 7 and 9 single"
+    assert places.free == 0 and places.used == places.total, "nothing has changed"
+    assert places.allocate_all([two, PAGE], spare) == ([3 * PAGE, 7 * PAGE], spare[:3])
+    assert places.used == places.total and places.allocate_all([], spare) == ([], [])

@@ -16,6 +16,7 @@ import numpy as np
 from kvline_server.engine.pictures import Image
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
+from kvline_server.images.digests import digest
 from kvline_server.kernels.layout import ImageRows
 from kvline_server.memory.encoded import EncodedRows
 from kvline_server.worker.step import Step
@@ -55,16 +56,20 @@ class Encoding:
         self._encoding: list[Image] = []
         self.encoded = 0  # images
 
-    def advance(self, running: Collection[Sequence]) -> None:
-        """Encodes what the next chunks need, or a slice of it where decodes wait."""
+    def advance(self, running: Collection[Sequence]) -> list[Sequence]:
+        """Encodes what the next chunks need, or a slice of it where decodes wait. -> sequences that
+        cannot go on, as their memory has other pixels than they were sent with"""
         wanted = self._wanted(running)
         self._claimed = 0
         if not (wanted or self._encoding):
-            return
+            return []
         under_way = [(image.digest, image.tokens) for image in self._encoding]
         held = set(self.cache.hold([*under_way, *((i.digest, i.tokens) for i in wanted)]))
+        wrong: set[int] = set()
         if not self._encoding:
-            self._begin([i for i in wanted if i.digest in held and not self.cache.ready(i.digest)])
+            wrong = self._begin(
+                [i for i in wanted if i.digest in held and not self.cache.ready(i.digest)]
+            )
         decodes = any(each.uncomputed <= 1 for each in running)
         if self._encoding and self.encoder.run(self._slice() if decodes else 0):
             for image in self._encoding:
@@ -72,6 +77,9 @@ class Encoding:
             self.encoded += len(self._encoding)
             self._encoding = []
         self._claimed = sum(i.tokens for i in wanted if not self.cache.ready(i.digest))
+        return [
+            s for s in running if wrong and s.pictures and wrong & {*map(id, s.pictures.images)}
+        ]
 
     def claims(self, sequence: Sequence) -> bool:
         """Whether a sequence may begin that needs images which are not there: not while others wait
@@ -97,17 +105,24 @@ class Encoding:
                     found.setdefault(image.digest, image)
         return list(found.values())
 
-    def _begin(self, images: list[Image]) -> None:
+    def _begin(self, images: list[Image]) -> set[int]:
+        """-> the ids of images whose pixels are not those of their digest, by which others would
+        be answered too: none of these is encoded. 15 ms for 12 MiB."""
         taken: list[Image] = []
+        wrong: set[int] = set()
         for image in images:
             if taken and sum(each.tokens for each in (*taken, image)) > self.tokens:
                 break
-            taken.append(image)
+            if digest(image.pixels) == image.digest:
+                taken.append(image)
+            else:
+                wrong.add(id(image))
         if taken:
             rows = [self.cache.rows(image.digest) for image in taken]
             every = np.concatenate([each for each in rows if each is not None])
             self.encoder.begin([image.pixels for image in taken], every)
             self._encoding = taken
+        return wrong
 
     def _slice(self) -> int:
         """Layers."""

@@ -23,6 +23,7 @@ from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.engine.speculation import Speculation, accepted
 from kvline_server.grammars.matchers import Matchers
+from kvline_server.ipc.messages import WRONG_PIXELS
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import NO_TOKEN
 from kvline_server.memory.caches import Caches
@@ -31,7 +32,7 @@ from kvline_server.parallel.executor import Executor
 from kvline_server.worker.step import NO_CONSTRAINTS, Constraints, InFlight, Results
 
 # error: the model's numbers for this sequence are not finite, so there is no next token; or its
-# grammar could not be followed.
+# grammar could not be followed, or its image is no longer in memory.
 FinishReason = Literal["stop", "length", "error"]
 NO_VERDICTS: dict[Sequence, Verdict] = {}
 
@@ -54,7 +55,7 @@ class Output:
     scores: Scores | None  # of the tokens, when asked for
     finish: FinishReason | None
     prompt_scores: Scores | None = None  # whole, with the first token
-    reason: str = ""  # why its grammar could not be followed, where that is why it failed
+    reason: str = ""  # WRONG_PIXELS, or why its grammar could not be followed, where it failed so
 
 
 class Engine:
@@ -125,7 +126,9 @@ class Engine:
         early = self._collect(0) if self._waits() else list[Output]()
         begun = time.monotonic()
         if self.encoding is not None:
-            self.encoding.advance(self.scheduler.running)
+            for sequence in self.encoding.advance(self.scheduler.running):
+                self.abort(sequence.id)
+                early.append(Output(sequence, [], None, "error", reason=WRONG_PIXELS))
         work = self.scheduler.schedule()
         if work:
             rows = batches.Rows(work)

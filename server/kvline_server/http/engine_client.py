@@ -15,6 +15,7 @@ from kvline_server.http.shared_prompts import SharedPrompts
 from kvline_server.ipc import messages
 from kvline_server.ipc.histogram import Latencies
 from kvline_server.ipc.messages import (
+    WRONG_PIXELS,
     Abort,
     Delta,
     Deltas,
@@ -65,7 +66,9 @@ NOT_FINITE = "the model computed no finite numbers for this request, so there is
 
 
 def _failure(reason: str) -> ApiError:
-    """Of a sequence; `reason`: why its grammar could not be followed, empty where it has none."""
+    """Of a sequence; `reason` is that of messages.Delta."""
+    if reason == WRONG_PIXELS:
+        return EngineFailed(f"{reason}; this is a fault of the server", code="image_lost")
     if reason:
         return GrammarFailed(f"the answer could not follow its grammar to the end: {reason}")
     return EngineFailed(NOT_FINITE, code="not_finite")

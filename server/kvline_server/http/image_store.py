@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ class Store:
         self._places, self._totals = places, totals
         self._known: dict[bytes, Image] = {}  # by the key of the file
         self._unread: OrderedDict[bytes, Image] = OrderedDict()  # of these, the first to go first
-        self._turn = asyncio.Lock()  # who waits for the most room is not overtaken
+        self._turn = asyncio.Lock()  # who waits for room is overtaken by nobody that needs some
         self._freed = asyncio.Event()
         self._decodes = asyncio.Semaphore(limits.parsing)
 
@@ -66,9 +66,9 @@ class Store:
         finally:
             held.close()
 
-    async def take(self, files: Sequence[File]) -> list[Image]:
-        """A place for each file, with what is in it or is to be; waits for room. Who gets them
-        leaves each. Raises BadRequest where they fit no empty memory."""
+    async def take(self, files: Sequence[File]) -> dict[bytes, Image]:
+        """By the key of each file a place, with what is in it or is to be; waits for room. Who gets
+        them leaves each once. Raises BadRequest where they fit no empty memory."""
         unique = {file.key: file for file in files}
         wanted = sum(place_bytes(*file.size) for file in unique.values())
         if wanted > self._places.total:
@@ -77,18 +77,21 @@ class Store:
                 f'{self._places.total}: send fewer images, smaller ones, or "detail": "low"',
                 "messages",
             )
+        if all(key in self._known for key in unique) and (made := self._take(unique)) is not None:
+            return made  # which takes no room from who waits for it
         async with self._turn:
             while (made := self._take(unique)) is None:
                 self._freed.clear()
                 await self._freed.wait()
-        return [made[file.key] for file in files]
+        return made
 
-    def read(self, images: Sequence[Image]) -> None:
+    def read(self, images: Iterable[Image]) -> None:
         for image in images:
             image.readers += 1
 
-    def leave(self, images: Sequence[Image]) -> None:
+    def leave(self, images: Iterable[Image]) -> None:
         for image in images:
+            assert image.readers > 0, "an image that nobody holds: its place may be another's"
             image.readers -= 1
             if not image.readers:
                 self._keep(image)
@@ -106,30 +109,23 @@ class Store:
         self._freed.set()
 
     def _take(self, files: dict[bytes, File]) -> dict[bytes, Image] | None:
-        """All of them, or none."""
+        """All of them, or none. New ones get the place of images that nobody reads, if need be."""
         found = {key: self._known[key] for key in files if key in self._known}
-        self.read(list(found.values()))
+        new = [file for key, file in files.items() if key not in found]
+        unread = {i.offset: i for key, i in self._unread.items() if key not in found}
+        made = self._places.allocate_all([place_bytes(*file.size) for file in new], unread)
+        if made is None:
+            return None
+        offsets, released = made
+        for image in (unread[offset] for offset in released):
+            del self._unread[image.key]
+            self._forget(image)
+        self.read(found.values())
         for key in found:
             self._unread.pop(key, None)
-        offsets: dict[bytes, int] = {}
-        for key, file in files.items():
-            if key not in found:
-                offset = self._allocate(place_bytes(*file.size))
-                if offset is None:
-                    for each in offsets.values():
-                        self._places.release(each)
-                    self.leave(list(found.values()))
-                    return None
-                offsets[key] = offset
-        for key, offset in offsets.items():
-            found[key] = self._decode(files[key], offset)
-        return found
-
-    def _allocate(self, nbytes: int) -> int | None:
-        """In the place of images that nobody reads, if need be."""
-        while (offset := self._places.allocate(nbytes)) is None and self._unread:
-            self._drop(self._unread.popitem(last=False)[1])
-        return offset
+        return found | {
+            file.key: self._decode(file, offset) for file, offset in zip(new, offsets, strict=True)
+        }
 
     def _drop(self, image: Image) -> None:
         self._forget(image)
@@ -186,7 +182,7 @@ class Held:
     """The images of one request."""
 
     store: Store
-    images: list[Image] = field(default_factory=list)
+    images: dict[bytes, Image] = field(default_factory=dict)  # by key, as parts may have one file
     sent: list[SentImage] = field(default_factory=list)  # what the engine gets with each choice
 
     async def place(self, files: Sequence[File], placed: Sequence[Placed]) -> None:
@@ -195,7 +191,8 @@ class Held:
         try:
             async with asyncio.timeout(self.store.limits.image_wait):
                 self.images = await self.store.take(files)
-                for file, image in zip(files, self.images, strict=True):
+                for file in files:
+                    image = self.images[file.key]
                     assert image.decoding is not None
                     await asyncio.wait([image.decoding])
                     if isinstance(image.error, ImageRefused):
@@ -206,15 +203,15 @@ class Held:
             raise TooMany("too many images are under way; try again later") from None
         self.sent = [
             SentImage(at.start, at.rows, at.columns, i.digest, i.offset, i.height, i.width)
-            for at, i in zip(placed, self.images, strict=True)
+            for at, i in zip(placed, (self.images[file.key] for file in files), strict=True)
         ]
 
     def read(self) -> Callable[[], None]:
         """For a sequence of the engine. -> what to call when it reads them no longer"""
-        images = self.images
+        images = list(self.images.values())
         self.store.read(images)
         return lambda: self.store.leave(images)
 
     def close(self) -> None:
-        images, self.images = self.images, []
-        self.store.leave(images)
+        images, self.images = self.images, {}
+        self.store.leave(images.values())

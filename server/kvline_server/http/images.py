@@ -17,7 +17,8 @@ from kvline_server.http.tokens import Tokens
 from kvline_server.images import files
 from kvline_server.images.bounds import Bounds, ImageRefused
 from kvline_server.images.container import Container, opened
-from kvline_server.images.pixels import file_digest, work_bytes
+from kvline_server.images.digests import file_digest
+from kvline_server.images.pixels import work_bytes
 from kvline_server.images.positions import Placed, expand
 from kvline_server.images.processor import Grid, Processor
 from kvline_server.images.url import image_bytes

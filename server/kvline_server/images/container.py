@@ -39,6 +39,8 @@ class Container:
     height: int
     orientation: int  # EXIF's, 1 to 8: how the stored pixels are turned to be seen
     data: bytes  # the file, with what is needed to decode it
+    # Bytes a pixel of a JPEG's that its decoder keeps where it is progressive.
+    coefficients: int = 0
 
     @property
     def upright(self) -> tuple[int, int]:
@@ -85,7 +87,7 @@ def _png(data: bytes) -> Container:
 def _jpeg(data: bytes) -> Container:
     """Segments: a marker, a length that counts itself, that many bytes; then scans."""
     view = memoryview(data)
-    kept, exif, at, size, count = [view[:2]], b"", 2, (0, 0), 0
+    kept, exif, at, size, count, coefficients = [view[:2]], b"", 2, (0, 0), 0, 0
     while True:
         if (count := count + 1) > MAX_BLOCKS:
             raise _crowded("JPEG", "segments")
@@ -100,6 +102,7 @@ def _jpeg(data: bytes) -> Container:
             continue
         if marker in _SIZES:
             size = _big(data[at + 7 : at + 9]), _big(data[at + 5 : at + 7])
+            coefficients = max(coefficients, _coefficients(data[at + 9 : end]))
         if marker == 0xE1 and not exif and data[at + 4 : at + 10] == b"Exif\0\0":
             exif = data[at + 10 : end]
         if marker not in _NO_PIXELS:
@@ -108,7 +111,8 @@ def _jpeg(data: bytes) -> Container:
     scans = data.count(b"\xff\xda", at)
     if scans > MAX_SCANS:
         raise _crowded("JPEG", "scans")
-    return Container("JPEG", *size, _orientation(exif), b"".join([*kept, view[at:]]))
+    data = b"".join([*kept, view[at:]])
+    return Container("JPEG", *size, _orientation(exif), data, coefficients)
 
 
 def _gif(data: bytes) -> Container:
@@ -181,6 +185,14 @@ def _orientation(exif: bytes) -> int:
             value = number(entry[8:10] if number(entry[2:4]) == 3 else entry[8:12])
             return value if 1 <= value <= 8 else 1
     return 1
+
+
+def _coefficients(colours: bytes) -> int:
+    """Bytes a pixel of a JPEG's coefficients, 2 each: how many colours, and of each three bytes,
+    the second of which is how often it is sampled across and down."""
+    sampled = [(each >> 4, each & 15) for each in colours[2 : 3 * _little(colours[:1]) + 1 : 3]]
+    most = max((a for a, _ in sampled), default=0) * max((d for _, d in sampled), default=0)
+    return -(-2 * sum(a * d for a, d in sampled) // max(1, most))
 
 
 def _palette(flags: int) -> int:

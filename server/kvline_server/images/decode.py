@@ -30,7 +30,7 @@ Image.MAX_IMAGE_PIXELS = None
 # They quote the file, and Python keeps each text that it has shown.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
-BAND = 256  # rows that are laid over white at a time: three copies of all would be held else
+BAND = 1 << 15  # pixels that are laid over white at a time: five copies of all would be held else
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -98,8 +98,9 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 def _over_white(image: Image.Image) -> Image.Image:
     made = Image.new("RGB", image.size)
-    for top in range(0, image.height, BAND):
-        band = image.crop((0, top, image.width, min(image.height, top + BAND))).convert("RGBA")
+    rows = max(1, BAND // image.width)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(image.height, top + rows))).convert("RGBA")
         white = Image.new("RGBA", band.size, "white")
         made.paste(Image.alpha_composite(white, band).convert("RGB"), (0, top))
     return made

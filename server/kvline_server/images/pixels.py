@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from kvline_server.images.container import Container
+from kvline_server.images.container import Container, Format
 from kvline_server.images.decode import decoded
+from kvline_server.images.digests import digest
 from kvline_server.images.processor import Grid, Processor
 
-DIGEST_BYTES = 32
-# Of what decoding and resizing hold at most, as tests/server/test_images_memory.py measures it.
+# Of what decoding and resizing hold at most, as tests/server/test_images_hostile.py measures it.
 # The file: without its metadata, and twice as Pillow hands it to WebP's decoder.
 FILE_COPIES = 3
-STORED_BYTES = 16  # a pixel: that decoder's two canvases, its frame, and Pillow's image
+# A pixel, by format: Pillow's image, which may be of one byte or of a mode that is converted, and
+# one that is turned. For a PNG of 16 bits also their upper ones, for WebP its decoder's canvases.
+STORED_BYTES: dict[Format, int] = {"JPEG": 9, "GIF": 9, "PNG": 13, "WEBP": 16}
+DECODER_BYTES = 2 << 20  # of any: its tables, a few rows, and what the allocator does not reuse
+IMAGE_BYTES = 4  # a pixel of Pillow's image
 RESIZED_BYTES = 12  # a pixel: Pillow's image, one that is resized in one direction, and ours
 
 
@@ -32,9 +35,11 @@ def work_bytes(container: Container, processor: Processor) -> int:
     """Bytes that `pixels` holds at most while it runs, beside the file itself, with its result.
     Raises ImageRefused for a shape that the processor does not take."""
     height, width = processor.resized(*container.upright)
+    stored = max(STORED_BYTES[container.format], IMAGE_BYTES + container.coefficients)
     return (
-        FILE_COPIES * len(container.data)
-        + STORED_BYTES * container.height * container.width
+        DECODER_BYTES
+        + FILE_COPIES * len(container.data)
+        + stored * container.height * container.width
         + RESIZED_BYTES * height * width
     )
 
@@ -52,18 +57,3 @@ def resized(image: Image.Image, processor: Processor) -> NDArray[np.uint8]:
     read-only."""
     height, width = processor.resized(image.height, image.width)
     return np.asarray(image.resize((width, height), Image.Resampling(processor.resample)))
-
-
-def digest(values: NDArray[np.uint8]) -> bytes:
-    """The whole of it is a key of caches: a shorter one can be forged, and then a client is served
-    what another's picture is."""
-    hashed = hashlib.blake2b(repr(values.shape).encode(), digest_size=DIGEST_BYTES)
-    hashed.update(np.ascontiguousarray(values).data)
-    return hashed.digest()
-
-
-def file_digest(data: bytes, processor: Processor) -> bytes:
-    """Of a file and of what it would be resized to."""
-    hashed = hashlib.blake2b(repr(processor).encode(), digest_size=DIGEST_BYTES)
-    hashed.update(data)
-    return hashed.digest()

@@ -38,6 +38,11 @@ def expand(
     Raises ImageRefused where there are more or fewer placeholders than pictures."""
     prompt = np.asarray(tokens, np.int32)
     at = np.flatnonzero(prompt == placeholder)
+    if len(grids) and not len(at):
+        raise ImageRefused(
+            "the model's chat template writes no images in messages such as these, and would drop "
+            f"all {len(grids)}; send text alone, or ask for a template that writes them"
+        )
     if len(at) != len(grids):
         raise ImageRefused(
             f"expected one image token in the prompt for each of its {len(grids)} images, got "

@@ -85,6 +85,10 @@ class PackedScores(msgspec.Struct, array_like=True):
         return PackedScores(1, self.top, *single, self.top_ids[best], self.top_values[best])
 
 
+# Of a sequence that the engine failed: memory that both share was given to another's image.
+WRONG_PIXELS = "the pixels of its image were no longer in memory when they were to be encoded"
+
+
 class Delta(msgspec.Struct, array_like=True):
     """What a sequence gained in a step: one token or more, none where it failed."""
 
@@ -95,7 +99,7 @@ class Delta(msgspec.Struct, array_like=True):
     prompt_scores: list[PackedScores] = []  # as messages of their own until they are received
     cached: int = 0
     waited_ms: int = 0  # in the queue, before its first step
-    reason: str = ""  # why its grammar could not be followed, where that is why it failed
+    reason: str = ""  # WRONG_PIXELS, or why its grammar could not be followed, where it failed so
 
 
 class PromptScores(msgspec.Struct, tag="prompt-scores", array_like=True):

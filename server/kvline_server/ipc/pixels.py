@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvline_server.errors import InvalidFrame
@@ -64,6 +65,23 @@ class Places:
                 self._taken[offset] = wanted
                 return offset
         return None
+
+    def allocate_all(
+        self, sizes: Sequence[int], spare: Iterable[int]
+    ) -> tuple[list[int], list[int]] | None:
+        """The offsets of places of so many bytes, and those of `spare` that were released for them:
+        the first ones, as few as need be. None, and nothing changed: there is no room for all."""
+        before = dict(self._taken), list(self._free)
+        left, offsets, released = iter(spare), list[int](), list[int]()
+        for nbytes in sizes:
+            while (offset := self.allocate(nbytes)) is None:
+                if (next_spare := next(left, None)) is None:
+                    self._taken, self._free = before
+                    return None
+                self.release(next_spare)
+                released.append(next_spare)
+            offsets.append(offset)
+        return offsets, released
 
     def release(self, offset: int) -> None:
         """Raises InvalidFrame where no place begins there."""
