@@ -107,7 +107,7 @@ class Encoding:
 
     def _begin(self, images: list[Image]) -> set[int]:
         """-> the ids of images whose pixels are not those of their digest, by which others would
-        be answered too: none of these is encoded. 15 ms for 12 MiB."""
+        be answered too: none of these is encoded. 30 ms for 12 MiB."""
         taken: list[Image] = []
         wrong: set[int] = set()
         for image in images:
