@@ -29,7 +29,7 @@ from kvline_server.model.config import read_config
 from kvline_server.options.clients import ClientLimits
 from kvline_server.sizing import images
 
-LARGE = 4096 << 20
+LARGE = 8192 << 20  # has room beside what other tests left in the process
 LENGTH = 256
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -90,12 +90,12 @@ def test_an_encoder_has_its_bytes_for_good(folder: Path) -> None:
 def test_a_start_ends_with_an_engine_that_answers_to_an_image(folder: Path, tmp_path: Path) -> None:
     options = EngineOptions(max_model_len=LENGTH, max_running_requests=2, images=Images.REQUIRED)
     engine, result = start(
-        launch=launch_config(folder, options, CapacityOptions(headroom_mib=8)),
+        launch=launch_config(folder, options, CapacityOptions(4096, 8)),
         send=lambda message: None,
         attempts=tmp_path / "attempts.json",
         record=None,
         wait_for_neighbours=lambda: None,
-        memory=2 << 30,
+        memory=LARGE,
         root=os.getpid(),
     )
     own, pictures = prompt([5, picture(40, 24), 7])

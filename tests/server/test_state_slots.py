@@ -30,7 +30,7 @@ from kvline_server.sizing.offers import RUNNING_FIELD, SNAPSHOTS_FIELD
 from kvline_server.sizing.settings import EngineSettings, least_rows, resolve
 from kvline_server.sizing.slots import Slots, fitting, refused
 
-LARGE = 4096 << 20
+LARGE = 8192 << 20  # has room beside what other tests left in the process
 SMALL_STATES = EngineOptions(state_dtype=StateDtype.BFLOAT16)
 
 
