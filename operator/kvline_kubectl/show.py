@@ -22,7 +22,6 @@ from rich.text import Text
 from kvline_contract.memory import Memory
 from kvline_contract.report import SizingReport
 from kvline_kubectl.check import Answer, Result
-from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.pods import condition_of
 from kvline_operator.report.advice import NOTHING, advise
 from kvline_operator.report.causes import BEFORE_SIZING, causes
@@ -188,7 +187,7 @@ def comparison(reports: dict[str, SizingReport]) -> RenderableType:
     results = [report.result for report in reports.values()]
     has_slots = any(found is not None and found.state_slots is not None for found in results)
     columns += ["SEQUENCES", "SNAPSHOTS"] if has_slots else []
-    has_images = any(found is not None and encoder_parts(found.memory) for found in results)
+    has_images = any(found is not None and found.memory.encoder() for found in results)
     columns += ["IMAGES MIB"] if has_images else []
     made, why = table(*columns, right=columns[1:]), []
     first = next(iter(reports.values())).result
@@ -202,7 +201,7 @@ def comparison(reports: dict[str, SizingReport]) -> RenderableType:
         ratio = f"{result.kv_tokens / first.kv_tokens:.2f}" if first is not None else "-"
         sequences = number(result.sequences(max(1, effective.max_model_len)))
         slots_of = [number(result.state_slots), number(result.snapshots)] if has_slots else []
-        encoder = [number(sum(encoder_parts(result.memory).values()))] if has_images else []
+        encoder = [number(sum(result.memory.encoder().values()))] if has_images else []
         made.add_row(name, number(result.kv_tokens), ratio, sequences, *slots_of, *encoder)
     return Group(made, *why)
 

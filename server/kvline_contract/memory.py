@@ -68,6 +68,17 @@ class Memory:
         """MiB of a part, 0 where there is none of this name."""
         return sum(part.mib for part in self.parts if part.name == name)
 
+    def encoder(self) -> dict[str, int]:
+        """MiB of an encoder of images by part, empty for text alone. As what is stored has them:
+        there the smallest parts of many are summed up."""
+        kept = self.stored()
+        return {name: mib for name in IMAGES if (mib := kept.mib(name))}
+
+    @property
+    def has_encoder(self) -> bool:
+        """Of images; a part of less than 1 MiB is there too."""
+        return any(part.name in IMAGES for part in self.parts)
+
     def stored(self) -> Memory:
         """With STORED_PARTS at most: the smallest that version 1 has no figure for are others."""
         if len(self.parts) <= STORED_PARTS:

@@ -14,7 +14,6 @@ from kvline_contract.exits import meaning
 from kvline_contract.load import Load
 from kvline_contract.names import DOWNLOAD_CONTAINER, SERVER_CONTAINER, revision_of
 from kvline_contract.report import Knob, Result, SizingReport, State, Termination
-from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.reports import Reading
 from kvline_operator.observe.slots import Slots
 
@@ -159,7 +158,7 @@ class PodView:
         gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
         result = self.result
         figures = gpu, result.kv_tokens, result.compared_bytes
-        return Measured(*figures, Slots.of(result), encoder_parts(result.memory))
+        return Measured(*figures, Slots.of(result), result.memory.encoder())
 
     @cached_property
     def result(self) -> Result | None:

@@ -10,7 +10,6 @@ from kvline_contract.launch import KVCacheDtype, StateDtype
 from kvline_contract.times import stamp
 from kvline_operator.api.source import source_of
 from kvline_operator.api.spec import gpus, ranks
-from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.pods import Measured
 from kvline_operator.observe.slots import Slots
 from kvline_operator.plan.gate import Baseline, ComparisonGroup
@@ -62,7 +61,7 @@ def comparison_group(inputs: Object) -> ComparisonGroup:
 
 def baseline_of(state: RevisionState, inputs: Object) -> Baseline:
     group, asked, served = comparison_group(inputs), Asked.of(inputs), state.capacity
-    encoder = encoder_parts(served.memory.upgraded()) if served is not None else None
+    encoder = served.memory.upgraded().encoder() if served is not None else None
     sizes = state.bytes_per_token, state.baseline, state.slots or {}
     return Baseline(group, *sizes, asked, encoder)
 

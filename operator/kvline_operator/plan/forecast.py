@@ -25,7 +25,6 @@ from kvline_contract.report import Source
 from kvline_operator.api.modalities import BOUNDS, Modality
 from kvline_operator.api.quantity import canonical, in_bytes
 from kvline_operator.api.spec import gpus, ranks
-from kvline_operator.observe.encoder import encoder_parts
 from kvline_operator.observe.slots import Slots
 from kvline_operator.plan.revisions import ASKED
 from kvline_operator.plan.trade import Asked
@@ -232,14 +231,14 @@ def _with_encoder(lowered: Effect, field: str, measured: CapacityStatus, after: 
         return lowered
     most = lowered.most + _bytes(measured, ENCODER_WORK, ENCODER_CACHE)
     bounded = field == "maxModelLen" and "maxImagePatches" in after["engine"]
-    unsure = bounded and encoder_parts(measured.memory.upgraded())
+    unsure = bounded and measured.memory.upgraded().encoder()
     return replace(lowered, least=-inf if unsure else lowered.least, most=most)
 
 
 def _of_modalities(new: list[str] | None, measured: CapacityStatus) -> Effect:
     """Text alone leaves the encoder's memory: as its parts are, in whole MiB each, and at most
     what steps and clients take for images besides."""
-    parts = encoder_parts(measured.memory.upgraded())
+    parts = measured.memory.upgraded().encoder()
     if new is None or (Modality.IMAGE in new) == bool(parts):
         return Effect()
     if Modality.IMAGE in new:
@@ -333,10 +332,11 @@ def estimates(
         most = bounds(measured, inputs, _with_field(inputs, "engine", "stateDtype", value)).high
         if most is not None:
             out.append(Estimate("spec.engine.stateDtype", value, most, "AtMost"))
-    text = _with_field(inputs, "engine", "modalities", [str(Modality.TEXT)])
-    tokens = bounds(measured, inputs, text).low
-    if encoder_parts(measured.memory.upgraded()) and tokens > measured.kv_tokens:
-        out.append(Estimate("spec.engine.modalities", str(Modality.TEXT), tokens, "AtLeast"))
+    if measured.memory.upgraded().encoder():
+        text = _with_field(inputs, "engine", "modalities", [str(Modality.TEXT)])
+        tokens = bounds(measured, inputs, text).low
+        if tokens > measured.kv_tokens:
+            out.append(Estimate("spec.engine.modalities", str(Modality.TEXT), tokens, "AtLeast"))
     return tuple(out)
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from kvline_contract.launch import Images
 from kvline_contract.names import ANNOTATION_IMAGE, revision_of
-from kvline_operator.api import modalities
 from kvline_operator.api.inputs import read
+from kvline_operator.api.modalities import BOUNDS, NAME
 from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import ServiceSpec, UpgradePolicy, canonical, gpus
 from kvline_operator.errors import SpecError
+from kvline_operator.plan import modalities
 from kvline_operator.store.revision_state import RevisionState
 
 HISTORY_LIMIT = 10
@@ -76,10 +77,16 @@ def known(
                 number=item.get("revision", 0),
                 named=bool(data.get("imageNamed")),
                 images=data.get("images"),
-                sees=((states or {}).get(name) or RevisionState()).has_encoder,
+                sees=has_encoder((states or {}).get(name)),
             )
         )
     return sorted(found, key=lambda r: r.number, reverse=True)
+
+
+def has_encoder(state: RevisionState | None) -> bool | None:
+    """Whether its replicas had an encoder of images, as last served; None: none is stored."""
+    served = None if state is None else state.capacity
+    return None if served is None else served.memory.upgraded().has_encoder
 
 
 def wanted(
@@ -135,7 +142,8 @@ def served_images(spec: ServiceSpec, existing: list[Revision], stable: str) -> s
         serves = not spec.image and (newest is None or bool(newest.images))
     before = accepted.inputs.get("engine", {}) if accepted is not None else {}
     absent = Images.IF_SERVED if serves else None
-    return modalities.images(spec.inputs.get("engine", {}), absent, before)
+    engine = json.loads(spec.inputs_json).get("engine", {})
+    return modalities.images(engine, absent, before)
 
 
 def same_pods(one: Revision, other: Revision) -> bool:
@@ -150,7 +158,7 @@ def same_but_images(one: Revision, other: Revision) -> bool:
 
 def _unseeing(revision: Revision) -> Object:
     inputs = _without(revision.inputs, ASKED)
-    fields = (modalities.NAME, *modalities.BOUNDS)
+    fields = (NAME, *BOUNDS)
     return {**inputs, "engine": _without(inputs.get("engine", {}), fields)}
 
 
@@ -161,7 +169,7 @@ def _same(new: Revision, found: Revision) -> bool:
     was measured to hold."""
     wants, has = new.inputs, found.inputs
     asked, restarted = wants.get("restartedAt"), has.get("restartedAt", has.get("restart"))
-    if modalities.NAME in wants.get("engine", {}):
+    if NAME in wants.get("engine", {}):
         serves = new.images == found.served
     else:
         serves = bool(new.images) in (bool(found.images), bool(found.served))

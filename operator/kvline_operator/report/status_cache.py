@@ -13,7 +13,7 @@ from kvline_operator.api.inputs import read
 from kvline_operator.api.key import Key
 from kvline_operator.api.spec import canonical
 from kvline_operator.observe.pods import PodView
-from kvline_operator.plan.revisions import Revision
+from kvline_operator.plan.revisions import Revision, has_encoder
 from kvline_operator.store.revision_state import RevisionState
 from kvline_operator.store.verdict import Phase
 
@@ -36,7 +36,7 @@ class RevisionEntry:
 
     @property
     def revision(self) -> Revision:
-        sees, inputs = self.state.has_encoder, canonical(self.inputs)
+        sees, inputs = has_encoder(self.state), canonical(self.inputs)
         return Revision(self.name, self.image, inputs, self.number, self.named, self.images, sees)
 
 

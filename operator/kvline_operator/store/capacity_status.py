@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
-from kvline_contract.memory import IMAGES, STORED_PARTS, Memory, MemoryV1, Part, rank_title
+from kvline_contract.memory import STORED_PARTS, Memory, MemoryV1, Part, rank_title
 from kvline_contract.report import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
@@ -94,11 +94,6 @@ class CapacityStatus:
     def compared_bytes(self) -> int:
         """As a Result's."""
         return self.full_bytes_per_token or self.bytes_per_token
-
-    @property
-    def has_encoder(self) -> bool:
-        """Of images; a part of less than 1 MiB is there too."""
-        return any(part.name in IMAGES for part in self.memory.upgraded().parts)
 
     @property
     def slots(self) -> Slots | None:

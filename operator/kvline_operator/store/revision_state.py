@@ -70,11 +70,6 @@ class RevisionState:
         return bool(self.accepted or self.measured or self.seen_tokens)
 
     @property
-    def has_encoder(self) -> bool | None:
-        """Whether its replicas had one of images, as last served; None: none is stored."""
-        return None if self.capacity is None else self.capacity.has_encoder
-
-    @property
     def required(self) -> int:
         return self.verdict.required if self.verdict is not None else 0
 
