@@ -268,6 +268,12 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     status = service.until_reason("GateHeld")
     status = service.until(lambda s: s["readyReplicas"] == 0)
     assert up_to_date(status)["message"].endswith("; nothing serves meanwhile")
+    # Both, or the deadline names the one that has no node yet and not what was measured.
+    service.until(
+        lambda _: (
+            [bool(p["status"].get("podIP")) for p in service.pods_of(candidate)] == [True, True]
+        )
+    )
     full = {"metadata": {"name": "full"}, "spec": {"hard": {"pods": "0"}}}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", **full}
     space.kubectl("create", "-f", "-", input=json.dumps(quota))
