@@ -14,22 +14,22 @@ from PIL import Image, ImageDraw
 from kvline_server.images.bounds import Bounds
 from kvline_server.images.container import opened
 from kvline_server.images.decode import decoded
-from kvline_server.images.processor import Processor
+from kvline_server.images.processor import Normalisation, Processor
 
-HALF = (0.5, 0.5, 0.5)
+HALVES = Normalisation(1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def processor(
     patch: int = 16, shortest: int = 65_536, longest: int = 16_777_216, **others: Any
 ) -> Processor:
     """Qwen3-VL's, or another of Qwen's; `others` are of `Processor`."""
-    usual: dict[str, Any] = {"merge": 2, "temporal": 2, "mean": HALF, "std": HALF}
-    usual |= {"rescale": 1 / 255, "resample": 3, "shortest": shortest, "longest": longest}
+    usual: dict[str, Any] = {"merge": 2, "temporal": 2, "normalisation": HALVES, "resample": 3}
+    usual |= {"shortest": shortest, "longest": longest}
     return Processor(patch=patch, **{**usual, **others})
 
 
 def gemma() -> Processor:
-    return Processor(14, 4, 1, HALF, HALF, 1 / 255, 2, fixed=(896, 896))
+    return Processor(14, 4, 1, HALVES, 2, fixed=(896, 896))
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -103,8 +103,9 @@ def reference(raw: dict[str, Any]) -> Any:
 
 def normalised(processor: Processor, values: Any) -> Any:
     """[height, width, 3] of uint8 as the vision encoder gets them."""
-    mean, std = np.asarray([processor.mean, processor.std], np.float32)
-    return (values.astype(np.float32) * processor.rescale - mean) / std
+    by = processor.normalisation
+    mean, std = np.asarray([by.mean, by.std], np.float32)
+    return (values.astype(np.float32) * by.rescale - mean) / std
 
 
 def patches(processor: Processor, values: Any) -> Any:
@@ -159,7 +160,7 @@ def test_pixels_are_transformers(
     assert theirs["image_grid_thw"].tolist() == [[1, found.grid.rows, found.grid.columns]]
     rows = patches(ours, normalised(ours, found.values))
     assert rows.shape == theirs["pixel_values"].shape
-    least = 1 / 255 / max(ours.std)  # of one step of a pixel
+    least = 1 / 255 / max(ours.normalisation.std)  # of one step of a pixel
     assert np.abs(rows - theirs["pixel_values"]).max() < least / 1000
 
 

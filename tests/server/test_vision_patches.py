@@ -8,8 +8,9 @@ import pytest
 import torch
 from vision_models import BY, PATCH, picture, pixel_values, saved
 
+from kvline_server.images.processor import Grid
 from kvline_server.model.vision import patches
-from kvline_server.model.vision.patches import Grid, cut, grid, strips
+from kvline_server.model.vision.patches import cut, grid, places, strips
 from kvline_server.model.vision.qwen2_5 import windows
 
 TOKEN = 2 * PATCH
@@ -40,9 +41,9 @@ def test_patches_of_an_image_of_one_size_are_the_processor_s_pixels() -> None:
     config, image = saved("gemma3").config, picture(8 * PATCH, 8 * PATCH)
     values = pixel_values("gemma3", [image])["pixel_values"][0]  # [channels, height, width]
     made = cut(torch.from_numpy(image), config, BY, torch.float32)
-    places = grid(torch.from_numpy(image), config).places(made.device).tolist()
-    assert places[:6] == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
-    for patch, (row, column) in zip(made, places, strict=True):
+    found = places(grid(torch.from_numpy(image), config), made.device).tolist()
+    assert found[:6] == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
+    for patch, (row, column) in zip(made, found, strict=True):
         at = (slice(each * PATCH, (each + 1) * PATCH) for each in (row, column))
         want = values[:, *at].flatten()
         torch.testing.assert_close(patch, want, atol=1e-6, rtol=0)

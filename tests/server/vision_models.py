@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvline_server.images.processor import Normalisation
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.linear import Tensors, TensorSource
 from kvline_server.model.loader import Loading, SafetensorsSource
 from kvline_server.model.shard import WHOLE, Shard
-from kvline_server.model.vision.config import Normalisation, VisionConfig, read_vision
+from kvline_server.model.vision.config import VisionConfig, read_vision
 from kvline_server.model.vision.read import read_tower
 from kvline_server.model.vision.tower import Tower
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported
-from kvline_server.images.processor import Processor
+from kvline_server.images.processor import Normalisation, Processor
 
 PREPROCESSOR, NESTED, CONFIG = "preprocessor_config.json", "processor_config.json", "config.json"
 TOKENS = ("image_token_id", "image_token_index")  # in config.json: the token of images
@@ -140,7 +140,8 @@ def _qwen(found: _Object, config: _Object) -> Processor:
         temporal=found.whole("temporal_patch_size"),
         shortest=shortest,
         longest=longest,
-        **_normalisation(found),
+        normalisation=_normalisation(found),
+        resample=_resample(found),
     )
 
 
@@ -155,20 +156,27 @@ def _gemma(found: _Object, config: _Object) -> Processor:
     if not merge or (side // patch // merge) ** 2 != count or side % (patch * merge):
         tokens.invalid("mm_tokens_per_image", f"a square that divides {side // patch} ** 2 patches")
     return Processor(
-        patch=patch, merge=merge, temporal=1, fixed=(height, width), **_normalisation(found)
+        patch=patch,
+        merge=merge,
+        temporal=1,
+        normalisation=_normalisation(found),
+        resample=_resample(found),
+        fixed=(height, width),
     )
 
 
-def _normalisation(found: _Object) -> dict[str, Any]:
-    """What both classes have of a pixel's value."""
-    if found.value("resample") not in (BILINEAR, BICUBIC):
+def _normalisation(found: _Object) -> Normalisation:
+    return Normalisation(
+        rescale=found.number("rescale_factor"),
+        mean=found.colours("image_mean"),
+        std=found.colours("image_std", least=1e-6),
+    )
+
+
+def _resample(found: _Object) -> int:
+    if (value := found.value("resample")) not in (BILINEAR, BICUBIC):
         found.unsupported("resample", f"{BILINEAR} (bilinear) and {BICUBIC} (bicubic) are")
-    return {
-        "resample": found.value("resample"),
-        "rescale": found.number("rescale_factor"),
-        "mean": found.colours("image_mean"),
-        "std": found.colours("image_std", least=1e-6),
-    }
+    return int(value)
 
 
 class _Object:

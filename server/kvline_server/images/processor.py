@@ -42,16 +42,22 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
+class Normalisation:
+    """What the vision encoder gets of a pixel: (pixel * rescale - mean) / std of its colour."""
+
+    rescale: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Processor:
-    """A model's, as its files say (`files.read`). A normalised value is
-    (pixel * rescale - mean) / std of its colour."""
+    """A model's, as its files say (`files.read`)."""
 
     patch: int  # pixels of a side
     merge: int  # patches of a side that become one token
     temporal: int  # frames of a patch; a picture is each of them
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    rescale: float
+    normalisation: Normalisation
     resample: int  # Pillow's number of a filter
     # Pixels that a resized image has at least and at most; or the one size of all, height and
     # width, where a model has one.

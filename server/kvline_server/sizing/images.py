@@ -30,7 +30,7 @@ from kvline_server.model.decoder import Decoder
 from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.linear import Tensors
 from kvline_server.model.loader import SafetensorsSource
-from kvline_server.model.vision.config import Normalisation, VisionConfig, read_vision
+from kvline_server.model.vision.config import VisionConfig, read_vision
 from kvline_server.model.vision.read import read_tower
 from kvline_server.worker.encoder import Encoder
 
@@ -63,11 +63,6 @@ class Images:
         """Patches of an image at most in a context of so many tokens."""
         of_token = self.vision.merge**2
         return min(self.patches, max(1, longest - TEXT) * of_token)
-
-    @property
-    def normalisation(self) -> Normalisation:
-        by = self.processor
-        return Normalisation(by.rescale, by.mean, by.std)
 
     def largest(self) -> Iterator[list[Size]]:
         """The images of each of the encoder's largest passes: a square, the widest strip, and as
@@ -177,7 +172,7 @@ def opened(
     tower = decoder.weights.tower
     if images is None or tower is None:
         return None, 0
-    encoder = Encoder(tower, decoder, images.normalisation)
+    encoder = Encoder(tower, decoder, images.processor.normalisation)
     return encoder, _work_bytes(encoder, images, device, send)
 
 

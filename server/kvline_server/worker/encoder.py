@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvline_server.images.processor import Normalisation
 from kvline_server.memory import device_errors
 from kvline_server.model.decoder import Decoder
-from kvline_server.model.vision.config import Normalisation
 from kvline_server.model.vision.tower import Pass, Tower
 
 

@@ -74,15 +74,6 @@ class VisionConfig:
         return any(name.startswith(at) for name in own)
 
 
-@dataclass(frozen=True, slots=True)
-class Normalisation:
-    """Of a pixel's channels, in this order, as preprocessor_config.json has it."""
-
-    scale: float  # rescale_factor
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-
 def read_vision(fields: Fields) -> VisionConfig:
     """The tower of a checkpoint; `fields` are the whole file's. Raises ModelInvalid and
     ModelUnsupported."""

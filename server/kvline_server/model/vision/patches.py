@@ -1,44 +1,29 @@
 """From pixels to patches. Patches are in the order of the tokens that they become: those of one
-token, a square of `merge` x `merge`, follow each other. A Grid is an image's."""
+token, a square of `merge` x `merge`, follow each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from kvline_server.model.vision.config import CHANNELS, Normalisation, VisionConfig
+from kvline_server.images.processor import Grid, Normalisation
+from kvline_server.model.vision.config import CHANNELS, VisionConfig
 
 ROWS = 4096  # that are computed at once where rows are apart: bounds what lies between two GEMMs
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Of one image, in patches."""
+def ordered(grid: Grid, by_place: torch.Tensor) -> torch.Tensor:
+    """[rows, columns, ...] -> [patches, ...]"""
+    m, rest = grid.merge, by_place.shape[2:]
+    blocks = by_place.reshape(grid.token_rows, m, grid.token_columns, m, *rest)
+    return blocks.transpose(1, 2).flatten(0, 3)
 
-    height: int
-    width: int
-    merge: int
 
-    @property
-    def patches(self) -> int:
-        return self.height * self.width
-
-    @property
-    def tokens(self) -> int:
-        return self.patches // self.merge**2
-
-    def ordered(self, by_place: torch.Tensor) -> torch.Tensor:
-        """[height, width, ...] -> [patches, ...]"""
-        m, rest = self.merge, by_place.shape[2:]
-        blocks = by_place.reshape(self.height // m, m, self.width // m, m, *rest)
-        return blocks.transpose(1, 2).flatten(0, 3)
-
-    def places(self, device: torch.device) -> torch.Tensor:
-        """The row and column of each patch. -> int64 [patches, 2]"""
-        rows, columns = (torch.arange(n, device=device) for n in (self.height, self.width))
-        return self.ordered(torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1))
+def places(grid: Grid, device: torch.device) -> torch.Tensor:
+    """The row and column of each patch. -> int64 [patches, 2]"""
+    rows, columns = (torch.arange(n, device=device) for n in (grid.rows, grid.columns))
+    return ordered(grid, torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1))
 
 
 def grid(pixels: torch.Tensor, config: VisionConfig) -> Grid:
@@ -70,7 +55,7 @@ def cut(
     shape = (high, wide, m, m, CHANNELS, frames, p, p)
     out = torch.empty(shape, dtype=dtype, device=pixels.device)
     for channel, (mean, std) in enumerate(zip(by.mean, by.std, strict=True)):
-        values = pixels[..., channel].float().mul_(by.scale).sub_(mean).div_(std)
+        values = pixels[..., channel].float().mul_(by.rescale).sub_(mean).div_(std)
         blocks = values.view(high, m, p, wide, m, p).permute(0, 3, 1, 4, 2, 5)
         out[:, :, :, :, channel] = blocks.unsqueeze(4)
     return out.view(-1, config.inputs)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from kvline_server.images.processor import Grid
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.linear import Tensors
 from kvline_server.model.vision.config import VisionConfig
 from kvline_server.model.vision.layers import Angles, Layer, Merger, Mlp
-from kvline_server.model.vision.patches import Grid
 from kvline_server.model.vision.tower import Tower, Work, angles
 from kvline_server.model.vision.weights import embedding, found, linear, rms_norm
 
@@ -66,8 +66,8 @@ class Qwen25(Tower):
 def windows(grid: Grid, side: int) -> tuple[torch.Tensor, list[int]]:
     """An image's tokens, window by window, those at its right and lower edges smaller than `side` x
     `side`; and how many each window has. -> int64 [tokens], on the host"""
-    high, wide = grid.height // grid.merge, grid.width // grid.merge
-    rows, columns = torch.arange(high) // side, torch.arange(wide) // side
+    wide = grid.token_columns
+    rows, columns = torch.arange(grid.token_rows) // side, torch.arange(wide) // side
     window = rows.unsqueeze(1) * -(-wide // side) + columns  # that a token is in
     return window.flatten().argsort(stable=True), window.flatten().bincount().tolist()
 

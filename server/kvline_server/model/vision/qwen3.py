@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from kvline_server.images.processor import Grid
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.linear import Tensors
 from kvline_server.model.vision.config import VisionConfig
 from kvline_server.model.vision.layers import Layer, Merger, Mlp
-from kvline_server.model.vision.patches import Grid
+from kvline_server.model.vision.patches import ordered
 from kvline_server.model.vision.tower import Tower, Work, angles
 from kvline_server.model.vision.weights import embedding, found, layer_norm, linear, vector
 
@@ -46,9 +47,9 @@ class Qwen3(Tower):
         side = self.config.positions
         table = self.positions.float().t().view(1, -1, side, side)
         made = functional.interpolate(
-            table, (grid.height, grid.width), mode="bilinear", align_corners=True
+            table, (grid.rows, grid.columns), mode="bilinear", align_corners=True
         )
-        return grid.ordered(made[0].permute(1, 2, 0))
+        return ordered(grid, made[0].permute(1, 2, 0))
 
     def merge(self, work: Work, rows: torch.Tensor) -> None:
         self.merger.run(work.x, self.config.merge**2, rows[:, : self.config.out])

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
+from kvline_server.images.processor import Grid
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.linear import Tensors
 from kvline_server.model.vision.config import VisionConfig
 from kvline_server.model.vision.layers import Layer, Mlp
-from kvline_server.model.vision.patches import Grid
+from kvline_server.model.vision.patches import ordered
 from kvline_server.model.vision.tower import Tower, Work
 from kvline_server.model.vision.weights import (
     embedding,
@@ -42,7 +43,7 @@ class Siglip(Tower):
     def prepare(self, kernels: Kernels, x: torch.Tensor, grids: Sequence[Grid]) -> Work:
         side = self.config.positions
         # All images are of one size.
-        table = grids[0].ordered(self.positions.view(side, side, -1))
+        table = ordered(grids[0], self.positions.view(side, side, -1))
         x.view(len(grids), *table.shape).add_(table)
         return Work(x, kernels.encoder.plan([grid.patches for grid in grids]))
 

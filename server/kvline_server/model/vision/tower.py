@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from kvline_server.images.processor import Grid, Normalisation
 from kvline_server.kernels.interface import Kernels
-from kvline_server.model.vision.config import Normalisation, VisionConfig
+from kvline_server.model.vision.config import VisionConfig
 from kvline_server.model.vision.layers import Angles, Layer, Merger
-from kvline_server.model.vision.patches import Grid, cut, grid, strips
+from kvline_server.model.vision.patches import cut, grid, places, strips
 from kvline_server.model.vision.weights import Linear
 
 
@@ -130,5 +131,5 @@ class Pass:
 
 def angles(kernels: Kernels, config: VisionConfig, grids: Sequence[Grid]) -> Angles:
     """Of all patches, in their order."""
-    places = torch.cat([each.places(kernels.device) for each in grids])
-    return Angles.of(places, config.head_dim, config.theta)
+    every = torch.cat([places(each, kernels.device) for each in grids])
+    return Angles.of(every, config.head_dim, config.theta)
