@@ -257,7 +257,8 @@ def test_one_picture_in_two_formats_has_one_digest_and_two_of_files() -> None:
 
 
 def test_the_package_imports_no_torch() -> None:
-    names = "bounds, container, decode, files, pixels, positions, processor, url"
-    code = f"import sys; from kvline_server.images import {names};print('torch' in sys.modules)"
+    names = "bounds, container, decode, pixels, positions, processor, url"
+    code = f"import sys; from kvline_server.images import {names};"
+    code += "from kvline_server.model.vision import preprocessor;print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -19,11 +19,11 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
-from kvline_server.images import files
 from kvline_server.images.bounds import Bounds, ImageRefused
 from kvline_server.images.container import opened
 from kvline_server.images.pixels import pixels
 from kvline_server.images.processor import Processor
+from kvline_server.model.vision import preprocessor
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessorFast"}
 QWEN3_VL = {
@@ -93,7 +93,7 @@ def read(folder: Path, raw: dict[str, Any], config: dict[str, Any] | None = None
         json.dumps({"vision_config": {}} if config is None else config)
     )
     (folder / "preprocessor_config.json").write_text(json.dumps(raw))
-    return files.read(folder)
+    return preprocessor.read(folder)
 
 
 def reference(raw: dict[str, Any]) -> Any:
@@ -185,11 +185,11 @@ def test_what_transformers_5_saves_is_read_first(tmp_path: Path) -> None:
         read(tmp_path, {"image_processor_type": "Other"})
     nested = {"processor_class": "Qwen3VLProcessor", "image_processor": QWEN3_VL}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
-    assert files.read(tmp_path) == processor()
+    assert preprocessor.read(tmp_path) == processor()
     del nested["image_processor"]
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
     with pytest.raises(ModelUnsupported, match="image_processor_type Other"):
-        files.read(tmp_path)
+        preprocessor.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -242,11 +242,11 @@ def test_a_broken_field_is_named(change: dict[str, Any], named: str, tmp_path: P
 @pytest.mark.parametrize("broken", ["[]", "{", "[" * 100_000])
 def test_a_broken_file_is_named(broken: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="preprocessor_config"):
-        files.read(tmp_path)
+        preprocessor.read(tmp_path)
     read(tmp_path, QWEN3_VL)
     (tmp_path / "preprocessor_config.json").write_text(broken)
     with pytest.raises(ModelInvalid, match=r"preprocessor_config\.json: "):
-        files.read(tmp_path)
+        preprocessor.read(tmp_path)
 
 
 @pytest.mark.parametrize(

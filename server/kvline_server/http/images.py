@@ -3,18 +3,15 @@ prompt. What is decoded of them is image_store's."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvline_contract.report import Effective
-from kvline_server.errors import ModelInvalid
 from kvline_server.http.chat_tokens import ChatTokens, Rendered
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.image_store import Store
 from kvline_server.http.tokens import Tokens
-from kvline_server.images import files
 from kvline_server.images.bounds import Bounds, ImageRefused
 from kvline_server.images.container import Container, opened
 from kvline_server.images.digests import file_digest
@@ -22,10 +19,11 @@ from kvline_server.images.pixels import work_bytes
 from kvline_server.images.positions import Placed, expand
 from kvline_server.images.processor import Grid, Processor
 from kvline_server.images.url import image_bytes
+from kvline_server.model.fields import Fields, read_json
+from kvline_server.model.vision import preprocessor
+from kvline_server.model.vision.config import image_token
 
-# In config.json.
-TOKENS = ("image_token_id", "image_token_index")
-BEGIN, END = "boi_token_index", "eoi_token_index"
+BEGIN, END = "boi_token_index", "eoi_token_index"  # in config.json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,21 +108,18 @@ def open_images(folder: Path, tokens: Tokens | None, effective: Effective, store
     assert images is not None and patches is not None, "text alone is served"
     fits = min(Bounds().file_bytes, store.limits.image_file_bytes())
     bounds = Bounds(file_bytes=fits, images=images, patches=patches)
-    return Images(files.read(folder).within(patches), bounds, read_token(folder, tokens), store)
+    processor = preprocessor.read(folder).within(patches)
+    return Images(processor, bounds, read_token(folder, tokens), store)
 
 
 def read_token(folder: Path, tokens: Tokens | None) -> ImageToken:
     """Raises ModelInvalid where config.json has none. Gemma's templates write the mark of an
     image's beginning alone."""
-    path = folder / files.CONFIG
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelInvalid(f"{path}: {error}") from None
-    texts = {} if tokens is None else {id: text for text, id in tokens.added.items()}
-    for name in TOKENS:
-        if type(id := config.get(name)) is int and id >= 0:
-            begin, token, end = (texts.get(i, "") for i in (config.get(BEGIN), id, config.get(END)))
-            between = f"\n\n{begin}{token}{end}\n\n" if begin else ""
-            return ImageToken(id, begin, between)
-    raise ModelInvalid(f"{path}: {TOKENS[0]}: expected the id of the token of images, got none")
+    path = folder / preprocessor.CONFIG
+    config = Fields(read_json(path), path)
+    id, texts = image_token(config), {}
+    if tokens is not None:
+        texts = {each: text for text, each in tokens.added.items()}
+    begin, token, end = (texts.get(i, "") for i in (config.value(BEGIN), id, config.value(END)))
+    between = f"\n\n{begin}{token}{end}\n\n" if begin else ""
+    return ImageToken(id, begin, between)

@@ -52,7 +52,7 @@ class Normalisation:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """A model's, as its files say (`files.read`)."""
+    """A model's, as its files say (model/vision/preprocessor.py)."""
 
     patch: int  # pixels of a side
     merge: int  # patches of a side that become one token

@@ -19,7 +19,6 @@ from kvline_contract.memory import ENCODER_CACHE
 from kvline_contract.report import Stage
 from kvline_server.engine.encoding import Bounds
 from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
-from kvline_server.images import files
 from kvline_server.images.processor import MAX_RATIO, Processor
 from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.memory.device import MIB, Device
@@ -30,7 +29,8 @@ from kvline_server.model.decoder import Decoder
 from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.linear import Tensors
 from kvline_server.model.loader import SafetensorsSource
-from kvline_server.model.vision.config import VisionConfig, read_vision
+from kvline_server.model.vision import preprocessor
+from kvline_server.model.vision.config import SECTION, VisionConfig, image_token, read_vision
 from kvline_server.model.vision.read import read_tower
 from kvline_server.worker.encoder import Encoder
 
@@ -101,7 +101,7 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
     folder, engine = Path(launch.model.path), launch.engine
     path = folder / "config.json"
     fields = Fields(read_json(path), path)
-    if not fields.section("vision_config").raw:
+    if not fields.section(SECTION).raw:
         raise NoEncoder(
             f"{path} has no vision_config: the model is one of text, and spec.engine.modalities "
             "has image"
@@ -118,7 +118,7 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
             "spec.engine.modalities"
         )
     patches = _patches(launch.device, engine, vision, longest)
-    processor = files.read(folder).within(patches)
+    processor = preprocessor.read(folder).within(patches)
     patches = min(patches, processor.longest // vision.patch**2)  # the model's own limit
     _check_files(launch, fields, vision)
     count = engine.max_images_per_request or PER_REQUEST
@@ -127,8 +127,7 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
 
 def _check_files(launch: LaunchConfig, fields: Fields, vision: VisionConfig) -> None:
     """What a start would miss of a tower only later. Raises ModelInvalid."""
-    if not any(type(fields.value(name)) is int for name in files.TOKENS):
-        raise fields.invalid(files.TOKENS[0], "the id of the token of images")
+    image_token(fields)
     if launch.model.load_format is LoadFormat.WEIGHTS:
         read_tower(Tensors(SafetensorsSource(Path(launch.model.path))), vision)
 

@@ -15,6 +15,7 @@ from kvline_server.model.fields import Fields
 from kvline_server.model.neutral import IGNORED, NEUTRAL
 
 SECTION = "vision_config"
+TOKENS = ("image_token_id", "image_token_index")  # of images, by the class that saved the file
 GELU = "gelu_pytorch_tanh"
 CHANNELS, FRAMES = 3, 2  # Qwen's patches have the same picture twice: video has two frames there
 QWEN = ("model.visual.", "visual.")
@@ -87,6 +88,14 @@ def read_vision(fields: Fields) -> VisionConfig:
     if made.theta and made.head_dim % 4:
         raise vision.invalid("hidden_size", f"a multiple of 4 times the heads, {made.heads}")
     return made
+
+
+def image_token(fields: Fields) -> int:
+    """The id of the token that stands for an image. Raises ModelInvalid."""
+    for name in TOKENS:
+        if type(token := fields.value(name)) is int and token >= 0:
+            return token
+    raise fields.invalid(TOKENS[0], "the id of the token of images")
 
 
 def _qwen3(fields: Fields, vision: Fields) -> VisionConfig:
