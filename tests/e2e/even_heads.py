@@ -15,7 +15,7 @@ COPIED = ("generation_config.json", *TOKENIZER)
 
 
 def write(source: Path, folder: Path) -> Path:
-    """A model's folder from SmolLM2's, which pods read as another user."""
+    """A model's folder from SmolLM2's."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -41,6 +41,11 @@ def write(source: Path, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     for name in COPIED:
         shutil.copy(source / name, folder / name)
+    readable(folder)
+    return folder
+
+
+def readable(folder: Path) -> None:
+    """By pods, which are of another user."""
     for path in (folder, *folder.iterdir()):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    return folder

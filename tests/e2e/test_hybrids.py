@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
-import even_heads
-import model
 import pytest
+import tiny_models
 from support import columns, pods, wait
 from waiting import eventually
 
@@ -19,19 +16,10 @@ from kvline_contract.names import LABEL_REVISION
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 # States of 2.1 MiB a layer, so that few requests run in a small container.
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+TINY: dict[str, Any] = tiny_models.TEXT | {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "vocab_size": 49152,
-    "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-    "eos_token_id": 2,
 }
 SLOT = 3 * 4 * (32 * 128 * 128 + 3 * 128 * (2 * 16 + 32))  # bytes, in float32
 ENGINE = {"maxModelLen": 512, "maxPrefillTokens": 128, "prefixSnapshots": 4}
@@ -46,20 +34,14 @@ SMALLER = {**SERVED, "resources": {"cpu": "100m", "memory": "960Mi"}}
 
 
 @pytest.fixture(scope="module")
-def hybrid(space: Any, cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def hybrid(space: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A Qwen3.5 of random weights with SmolLM2's tokenizer, in a claim of its own."""
     import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    folder = tmp_path_factory.mktemp("hybrid")
-    folder.chmod(0o755)
     torch.manual_seed(1)
-    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY)).save_pretrained(folder / "tiny")
-    for name in even_heads.TOKENIZER:
-        shutil.copy(model.MODEL / name, folder / "tiny" / name)
-    for path in (folder / "tiny", *(folder / "tiny").iterdir()):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    cluster.claim(space.name, Path(folder), "hybrid")
+    made = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY))
+    tiny_models.claim(space, "hybrid", tmp_path_factory.mktemp("hybrid"), made)
 
 
 def status(space: Any) -> dict[str, Any]:

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import even_heads
 import model
 import pytest
+import tiny_models
 from support import wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PATCH, IMAGE = 8, 5  # IMAGE: <file_sep> of SmolLM2's tokenizer
 TINY: dict[str, Any] = {
-    "text_config": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 49152,
-        "max_position_embeddings": 512,
+    "text_config": tiny_models.TEXT
+    | {
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
             "mrope_section": [8, 4, 4],
             "mrope_interleaved": True,
         },
-        "eos_token_id": 2,
     },
     "vision_config": {
         "depth": 3,
@@ -84,28 +74,24 @@ class Seeing:
 
 
 @pytest.fixture(scope="module")
-def seeing(space: Any, cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+def seeing(space: Any, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     """A Qwen3-VL of random weights with SmolLM2's tokenizer, in a claim of its own."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    folder = tmp_path_factory.mktemp("seeing")
-    folder.chmod(0o755)
     torch.manual_seed(1)
     made: Any = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**TINY))
     made.float().eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    made.save_pretrained(folder / "tiny")
-    for name in even_heads.TOKENIZER:
-        shutil.copy(model.MODEL / name, folder / "tiny" / name)
-    (folder / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tiny" / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    for path in (folder / "tiny", *(folder / "tiny").iterdir()):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    cluster.claim(space.name, Path(folder), "seeing")
-    yield Seeing(made, folder)
+    folder = tmp_path_factory.mktemp("seeing")
+    files = {
+        "chat_template.jinja": TEMPLATE,
+        "preprocessor_config.json": json.dumps(PREPROCESSOR),
+    }
+    tiny_models.claim(space, "seeing", folder, made, files)
+    return Seeing(made, folder)
 
 
 def pictures(folder: Path) -> list[Path]:

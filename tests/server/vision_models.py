@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,19 +30,7 @@ from kvline_server.model.vision.tower import Tower
 Picture = NDArray[np.uint8]  # [height, width, 3]
 PATCH = 4
 IMAGE = 300  # the token, in place of each one of an image
-TEXT: dict[str, Any] = {
-    "vocab_size": 307,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 257,
-}
+TEXT: dict[str, Any] = families.SMALL | {"num_hidden_layers": 3}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 QWEN: dict[str, Any] = {
