@@ -153,9 +153,11 @@ def test_who_waits_for_much_room_is_not_overtaken(image_model: Path) -> None:
     async def story(http: Pictured) -> None:
         asking = [asyncio.create_task(http.ask(chat(part(LARGE))))]
         large = await http.asked()
-        for image in (noise(64, 64, 9), IMAGE):  # the second would fit beside the first
-            asking.append(asyncio.create_task(http.ask(chat(part(image)))))
-            await asyncio.sleep(0.1)
+        asking.append(asyncio.create_task(http.ask(chat(part(noise(64, 64, 9))))))
+        while not http.store._turn.locked():  # until it waits for room
+            await asyncio.sleep(0.01)
+        asking.append(asyncio.create_task(http.ask(chat(part(IMAGE)))))  # would fit beside LARGE
+        await asyncio.sleep(0.1)
         assert http.submitted.empty()
         http.send(large.id, [65])
         release(http, large)
