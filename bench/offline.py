@@ -48,7 +48,7 @@ from kvline_server.worker.worker import Worker
 
 MAX_MODEL_LEN = 8192
 CACHES = [KVCacheDtype(n) for n in os.environ.get("KVLINE_BENCH_KV_CACHE", "auto").split(",")]
-PROFILED = ("r512", "nano")
+PROFILED = os.environ.get("KVLINE_BENCH_PROFILED", "r512,nano").split(",")
 # Of a model and its KV cache: runs of each workload, in tokens per second, and its KV tokens.
 Cached = tuple[str, KVCacheDtype]  # a model with a KV cache
 Every = dict[Cached, dict[str, list[float]]]
@@ -179,7 +179,7 @@ def run() -> None:
     """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, select; KVLINE_BENCH_ROUNDS
     is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one start a command, and
     KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache; with auto,fp8 it is compared with the other.
-    The GPU-busy share of r512 and nano is from one more, profiled run."""
+    The GPU-busy share of KVLINE_BENCH_PROFILED, r512 and nano, is from one more, profiled run."""
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     rows: list[list[str]] = []

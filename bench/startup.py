@@ -52,8 +52,9 @@ def measured(folder: Path, *words: str) -> tuple[float, dict[str, object], int]:
 
 def run() -> None:
     """On a GPU both shapes with random weights, else the demo model in 2 GiB;
-    KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache."""
-    rows = []
+    KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache, KVLINE_BENCH_LENGTHS=given leaves out the
+    start without a length."""
+    rows, given = [], os.environ.get("KVLINE_BENCH_LENGTHS") == "given"
     if torch.cuda.is_available():
         length, cache = str(offline.MAX_MODEL_LEN), offline.only_cache()
         for name in offline.models():
@@ -63,8 +64,9 @@ def run() -> None:
                 words += ["--kv-cache-dtype", str(cache)]
                 label = offline.label(name, cache)
                 rows += starts(label, folder, *words, "--max-model-len", length)
-                rows.append(without_length(label, folder, *words))
-                answer_longest(name)
+                if not given:
+                    rows.append(without_length(label, folder, *words))
+                    answer_longest(name)
     else:
         rows += starts("smollm2", engines.folder(), "--memory", "2Gi")
     head = ["model", "start", "seconds", "of them loop", "KV tokens", "source", "of a search"]
