@@ -27,7 +27,7 @@ from kvline_server.memory.state_shape import States
 from kvline_server.model import devices
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
-from kvline_server.model.hybrid import DeltaRule
+from kvline_server.model.hybrid import DeltaRule, Mamba2
 from kvline_server.model.loader import (
     RandomSource,
     SafetensorsSource,
@@ -251,31 +251,25 @@ def test_the_text_model_beside_a_tower_is_served(
     assert torch.equal(again, got)
 
 
-def test_on_a_gpu_a_hybrid_is_refused_before_its_weights_are_read(
+def test_on_a_gpu_heads_of_other_sizes_are_refused_before_weights_are_read(
     family_of: Callable[[str], Family],
 ) -> None:
     config = read_config(family_of("qwen3.5").folder)
     scan = read_config(family_of("nemotron-h").folder)
-    for each in (config, scan):
-        devices.check(each, Device.CPU)
-    with pytest.raises(ModelUnsupported, match="not of size 128, which are served on CPUs only"):
-        devices.check(config, Device.CUDA)
-    with pytest.raises(ModelUnsupported, match="Mamba2 layers, which are served on CPUs only"):
-        devices.check(scan, Device.CUDA)
-    assert isinstance(config.recurrent, DeltaRule)
-    large = replace(config.recurrent, key_dim=128, value_dim=128)
-    devices.check(replace(config, recurrent=large), Device.CUDA)
-    with pytest.raises(ModelUnsupported, match="not of width 4"):
-        devices.check(replace(config, recurrent=replace(large, width=3)), Device.CUDA)
-    devices.check(replace(config, recurrent=None), Device.CUDA)
-    # Their kernels were run in the interpreter alone.
-    for change, what in (
-        ({"rotates": False}, "attention without positions"),
-        ({"activation": "relu2"}, "MLPs without a gate"),
-        ({"experts": scan.experts}, "experts that a sigmoid chooses"),
+    assert isinstance(config.recurrent, DeltaRule) and isinstance(scan.recurrent, Mamba2)
+    rule = replace(config.recurrent, key_dim=128, value_dim=128)
+    heads = replace(scan.recurrent, head_dim=64, state_dim=128)
+    for small, large, sizes in (
+        (config, rule, "not of size 128"),
+        (scan, heads, "not of 64 with states of 128"),
     ):
-        with pytest.raises(ModelUnsupported, match=what):
-            devices.check(replace(config, recurrent=None, **change), Device.CUDA)
+        devices.check(small, Device.CPU)
+        with pytest.raises(ModelUnsupported, match=f"{sizes}, which are served on CPUs only"):
+            devices.check(small, Device.CUDA)
+        devices.check(replace(small, recurrent=large), Device.CUDA)
+        with pytest.raises(ModelUnsupported, match="not of width 4"):
+            devices.check(replace(small, recurrent=replace(large, width=3)), Device.CUDA)
+    devices.check(replace(config, recurrent=None), Device.CUDA)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-latent"])

@@ -7,7 +7,8 @@ from kvline_server.errors import ModelUnsupported
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.hybrid import Mamba2
 
-HEAD_DIM, WIDTH = 128, 4  # of the delta rule and its convolution, in the kernels
+# Of heads, by which the kernels of recurrent layers are built, and of their convolutions.
+HEAD_DIM, SCAN, WIDTH = 128, (64, 128), 4
 
 
 def check(config: ModelConfig, device: Device) -> None:
@@ -20,18 +21,15 @@ def check(config: ModelConfig, device: Device) -> None:
 
 
 def _on_cpus_alone(config: ModelConfig) -> str:
-    """What no kernels of GPUs were shown to do; empty where there is nothing."""
-    recurrent, experts = config.recurrent, config.experts
+    """What no kernels of GPUs compute; empty where there is nothing."""
+    recurrent = config.recurrent
+    if recurrent is None:
+        return ""
     if isinstance(recurrent, Mamba2):
-        return "Mamba2 layers"
-    if not config.rotates:
-        return "attention without positions"
-    if config.activation == "relu2":
-        return "MLPs without a gate"
-    if experts is not None and experts.scores != "softmax":
-        return f"experts that a {experts.scores} chooses"
-    if recurrent is not None and {recurrent.key_dim, recurrent.value_dim} != {HEAD_DIM}:
+        if (recurrent.head_dim, recurrent.state_dim) != SCAN:
+            return f"Mamba2 layers whose heads are not of {SCAN[0]} with states of {SCAN[1]}"
+    elif {recurrent.key_dim, recurrent.value_dim} != {HEAD_DIM}:
         return f"recurrent layers whose heads are not of size {HEAD_DIM}"
-    if recurrent is not None and recurrent.width != WIDTH:
+    if recurrent.width != WIDTH:
         return f"recurrent layers whose convolution is not of width {WIDTH}"
     return ""
