@@ -37,7 +37,7 @@ from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
 from kvline_server.options.arguments import GrammarService
 from kvline_server.worker.step import Step
-from kvline_server.worker.worker import LaunchedStep, Worker
+from kvline_server.worker.worker import Worker
 
 WORST = 0.5  # share of requests with every option
 WAITING = 200  # queue length beside the running requests
@@ -96,29 +96,31 @@ class Prefills:
 
     def __init__(self, runner: Worker) -> None:
         self.steps = self.captured = self._replays = 0
-        launch, replay = runner.launch, torch.cuda.CUDAGraph.replay
+        assert runner.graphs is not None
+        graphs, replay = runner.graphs, torch.cuda.CUDAGraph.replay
         segments = len(runner.arena.layers())  # and the last, where there are logits
 
-        def counted(step: Step, read: bool = True) -> LaunchedStep:
+        def counted(step: Step) -> torch.Tensor:
             before, layout = self._replays, step.layout
-            launched = launch(step, read)
+            hidden = run(step)
             if layout.sequences - layout.decodes > 1:
                 self.steps += 1
                 wanted = segments + (len(step.logits_indices) > 0)
                 self.captured += self._replays - before in (1, wanted)  # 1: a whole step
-            return launched
+            return hidden
 
         def replayed(graph: torch.cuda.CUDAGraph) -> None:
             self._replays += 1
             replay(graph)
 
-        runner.launch = counted  # type: ignore[method-assign]
+        run = graphs.run
+        graphs.run = counted  # type: ignore[method-assign]
         torch.cuda.CUDAGraph.replay = replayed  # type: ignore[method-assign, assignment]
-        self._own = runner, replay
+        self._own = graphs, replay
 
     def close(self) -> None:
-        runner, replay = self._own
-        del runner.launch  # the instance's
+        graphs, replay = self._own
+        del graphs.run  # the instance's
         torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
 
 
