@@ -4,6 +4,7 @@ float32."""
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ from pairs import windows_of, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.kernels.interface import Kernels
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.arena import Arena, HostArena, KVShape
+from kvline_server.memory.device import cpu_device
 from kvline_server.memory.groups import GroupedArena
 from kvline_server.memory.state_arena import StateArena
 from kvline_server.memory.state_shape import States
@@ -39,8 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SCANS = ("nemotron-h", "nemotron-h-dense", "nemotron-h-latent", "granite", "granite-moe")
 LENGTHS = (1, 3, 63, 64, 65, 130, 200)
-DENSE = ("qwen3.5", "nemotron-h-dense", "granite")
-RUNNING, STEP, LONGEST, OUTPUT = 8, 256, 512, 24
+RUNNING, SNAPSHOTS, STEP, LONGEST, OUTPUT = 8, 8, 256, 512, 24
 
 
 class Family(NamedTuple):
@@ -59,28 +63,34 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
     return make
 
 
-def served(folder: Path, snapshots: int = 8) -> Engine:
-    from kvline_server.kernels.flashinfer import FlashInferKernels
-    from kvline_server.memory.cuda import CudaArena, CudaDevice
-
+def served(folder: Path, kernels: Kernels, arenas: Callable[[KVShape, int], Arena]) -> Engine:
     config = read_config(folder)
-    heads = config.heads, config.kv_heads, config.head_dim
-    kernels = FlashInferKernels(*heads, windows=windows_of(config))
     decoder = Decoder(
         config, load_weights(SafetensorsSource(folder), config, kernels), LONGEST, kernels
     )
-    slots, shapes = 1 + RUNNING + snapshots, state_shapes(config)
+    slots, shapes = 1 + RUNNING + SNAPSHOTS, state_shapes(config)
     states = StateArena(shapes, slots, kernels.dtype, torch.float32, kernels.device)
     groups = cache_groups(config, LONGEST, kernels.dtype)
     limit = 200 * max(each.page_bytes for each in groups)
-    arena = GroupedArena(groups, CudaArena, limit, states.layers())
+    arena = GroupedArena(groups, arenas, limit, states.layers())
     arena.resize((200,) * len(groups))
-    executor = Local(Worker(decoder, arena, 64, RUNNING), CudaDevice())
-    assert executor.capture(STEP, LONGEST)
+    executor = Local(Worker(decoder, arena, 64, RUNNING), cpu_device(None, os.getpid()))
+    executor.capture(STEP, LONGEST)
     for memory in arena.layers():
         if isinstance(memory, States):  # no slot is read before it was written
             memory.inputs[1:], memory.matrices[1:] = float("nan"), float("nan")
-    return Engine(executor, RUNNING, STEP, LONGEST, (), states=StatePool(RUNNING, snapshots))
+    return Engine(executor, RUNNING, STEP, LONGEST, (), states=StatePool(RUNNING, SNAPSHOTS))
+
+
+def on_gpu(folder: Path) -> Engine:
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+    from kvline_server.memory.cuda import CudaArena
+
+    config = read_config(folder)
+    heads = config.heads, config.kv_heads, config.head_dim
+    made = served(folder, FlashInferKernels(*heads, windows=windows_of(config)), CudaArena)
+    assert worker(made).graphs is not None
+    return made
 
 
 def answers(made: Engine, first: int) -> list[tuple[list[int], list[float], int]]:
@@ -100,22 +110,37 @@ def answers(made: Engine, first: int) -> list[tuple[list[int], list[float], int]
     return [(each.tokens, values[each.id], each.cached) for each in sequences]
 
 
+class Errors(NamedTuple):
+    """Of all answers' tokens, against transformers in float32."""
+
+    each: torch.Tensor  # of their logprobs
+    worse: torch.Tensor  # their logprobs than the best token's
+
+
+def errors(made: Engine, model: torch.nn.Module, turn: int) -> Errors:
+    """Cold, then from snapshots."""
+    found = []
+    for (tokens, values, cached), length in zip(answers(made, 100 * turn), LENGTHS, strict=True):
+        assert cached == (0 if turn == 0 else (length - 1) // 64 * 64)
+        want = logits_of(model, tokens)[length - 1 : -1].log_softmax(-1)
+        chosen = want.gather(1, torch.tensor(tokens[length:]).view(-1, 1)).view(-1)
+        found.append(Errors((torch.tensor(values) - chosen).abs(), want.amax(-1) - chosen))
+    return Errors(*(torch.cat(every) for every in zip(*found, strict=True)))
+
+
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next", *SCANS])
-def test_answers_are_those_of_transformers(family_of: Callable[[str], Family], name: str) -> None:
-    """Cold, and from snapshots: of each token the logprob, and what it is worse than the best."""
+def test_answers_are_as_near_transformers_as_those_of_a_cpu_in_bfloat16(
+    family_of: Callable[[str], Family], name: str
+) -> None:
+    """In bfloat16 a router takes another expert where two are as good, and of Granite's tiny models
+    a few logprobs are far off, on any device."""
     family = family_of(name)
-    made, few = served(family.folder), name not in DENSE
+    gpu = on_gpu(family.folder)
+    cpu = served(family.folder, TorchKernels(torch.bfloat16), HostArena)
     for turn in range(2):
-        for (tokens, values, cached), length in zip(
-            answers(made, 100 * turn), LENGTHS, strict=True
-        ):
-            want = logits_of(family.model, tokens)[length - 1 : -1].log_softmax(-1)
-            chosen = want.gather(1, torch.tensor(tokens[length:]).view(-1, 1)).view(-1)
-            error = (torch.tensor(values) - chosen).abs()
-            worse = want.amax(-1) - chosen
-            figures = [float(n) for n in (error.median(), error.mean(), worse.max())]
-            print(name, turn, length, cached, *figures)
-            # In bfloat16 a router takes another expert for some tokens, where two are as good.
-            assert figures[0] < 0.1 and ((worse > 0.5).sum() <= 2 if few else figures[2] < 0.5)
-            assert cached == (0 if turn == 0 else (length - 1) // 64 * 64)
-    assert worker(made).graphs is not None
+        got, want = (errors(made, family.model, turn) for made in (gpu, cpu))
+        figures = [(float(e.each.median()), int((e.worse > 0.5).sum())) for e in (got, want)]
+        print(name, turn, *figures, float(got.each.mean()), float(got.worse.max()))
+        (median, far), (least, known) = figures
+        assert median < 1.5 * least + 0.01 and median < 0.1
+        assert far <= 1.5 * known + 3
