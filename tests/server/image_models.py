@@ -28,7 +28,8 @@ from kvline_server.parallel.executor import Local
 from kvline_server.worker.encoder import Encoder
 from kvline_server.worker.worker import Worker
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
+# The last two have images that are not cut.
+FAMILIES = (*vision_models.FAMILIES, "gemma3_large")
 SIDE = 2 * PATCH  # pixels of a token's side
 Part = int | Picture  # a token, or an image
 
@@ -42,6 +43,7 @@ def engine(
     model_len: int = 400,
     kernels: TorchKernels | None = None,
     draft_tokens: int = 0,
+    mixed: int | None = None,
 ) -> Engine:
     own = vision_models.saved(family)
     config, vision, kernels = read_config(own.folder), own.config, kernels or TorchKernels()
@@ -59,17 +61,20 @@ def engine(
         step,
         model_len,
         config.eos_token_ids,
+        mixed,
         draft_tokens=draft_tokens,
         states=StatePool(running, 8) if config.recurrent else None,
-        encoding=Encoding(encoder, bounds, step, config.vocabulary),
+        encoding=Encoding(encoder, bounds, step, config.vocabulary, vision.two_way),
     )
     if found.speculation is not None:
         found.speculation.costs = Free()
     return found
 
 
-def prompt(parts: Sequence[Part], axes: bool = True) -> tuple[list[int], Pictures]:
-    """Of tokens and images, as HTTP sends it."""
+def prompt(
+    parts: Sequence[Part], axes: bool = True, side: int = SIDE
+) -> tuple[list[int], Pictures]:
+    """Of tokens and images, as HTTP sends it; `side` is of a token, in pixels."""
     tokens: list[int] = []
     images: list[Image] = []
     placed: list[Placed] = []
@@ -77,12 +82,27 @@ def prompt(parts: Sequence[Part], axes: bool = True) -> tuple[list[int], Picture
         if isinstance(part, int):
             tokens.append(part)
             continue
-        rows, columns = part.shape[0] // SIDE, part.shape[1] // SIDE
+        rows, columns = part.shape[0] // side, part.shape[1] // side
         images.append(Image(len(tokens), rows * columns, digest(part), part))
         placed.append(Placed(len(tokens), rows, columns))
         tokens += [IMAGE] * (rows * columns)
+    if not axes:
+        return tokens, Pictures(tuple(images))
     positions, shift = mrope(len(tokens), placed)
-    return tokens, Pictures(tuple(images), positions.astype(np.int64) if axes else None, shift)
+    return tokens, Pictures(tuple(images), positions.astype(np.int64), shift)
+
+
+def prompt_of(family: str, parts: Sequence[Part]) -> tuple[list[int], Pictures]:
+    vision = vision_models.saved(family).config
+    return prompt(parts, axes=not vision.two_way, side=vision.factor)
+
+
+def of_family(family: str, parts: Sequence[Part]) -> list[Part]:
+    """With images of the one size that Gemma takes, of which equal ones stay equal."""
+    if not family.startswith("gemma3"):
+        return list(parts)
+    side = 8 * PATCH
+    return [p if isinstance(p, int) else vision_models.picture(side, side, p.size) for p in parts]
 
 
 @torch.inference_mode()
@@ -96,6 +116,7 @@ def logits(
     given: dict[str, Any] = {}
     if images:
         given = dict(vision_models.pixel_values(family, images))
-        given["mm_token_type_ids"] = (whole == IMAGE).int()
+        types = "token_type_ids" if family.startswith("gemma3") else "mm_token_type_ids"
+        given[types] = (whole == IMAGE).int()
     found: torch.Tensor = model(input_ids=whole, **given).logits[0]
     return found

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engines import finish, greedy
-from image_models import FAMILIES, Part, engine, logits, prompt
+from image_models import FAMILIES, Part, engine, logits, of_family, prompt, prompt_of
 from near import TOLERANCE
 from stand_ins import CapturedKernels, Pool
 from vision_models import PATCH, picture
@@ -33,10 +33,10 @@ PROMPTS: dict[str, list[Part]] = {
 
 
 def answers(
-    made: Engine, prompts: dict[str, list[Part]], tokens: int = 12
+    made: Engine, prompts: dict[str, list[Part]], tokens: int = 12, family: str = "qwen3_vl"
 ) -> dict[int, list[Output]]:
     for id, parts in enumerate(prompts.values()):
-        own, pictures = prompt(parts)
+        own, pictures = prompt_of(family, parts)
         some = pictures if pictures.images else None
         made.submit(id, own, greedy(tokens, logprobs=0), some)
     return finish(made)
@@ -44,7 +44,7 @@ def answers(
 
 def equal_to_transformers(family: str, parts: list[Part], outputs: list[Output]) -> None:
     """Each token was the best, or as good, behind those before; and its logprob is theirs."""
-    own, _ = prompt(parts)
+    own, _ = prompt_of(family, parts)
     answer = [token for output in outputs for token in output.tokens]
     found = logits(family, parts, own, answer)[len(own) - 1 : -1]
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
@@ -59,13 +59,14 @@ def equal_to_transformers(family: str, parts: list[Part], outputs: list[Output])
     [
         (family, step)
         for family in FAMILIES
-        # Hybrids' chunks are multiples of 64.
-        for step in (72 if "qwen3_5" in family else 24, 256)
+        # Hybrids' chunks are multiples of 64, and so are the images of the largest Gemma.
+        for step in (72 if "qwen3_5" in family or "large" in family else 24, 256)
     ],
 )
 def test_answers_to_images_equal_those_of_transformers(family: str, step: int) -> None:
-    found = answers(engine(family, step=step), PROMPTS)
-    for id, parts in enumerate(PROMPTS.values()):
+    prompts = {name: of_family(family, parts) for name, parts in PROMPTS.items()}
+    found = answers(engine(family, step=step), prompts, family=family)
+    for id, parts in enumerate(prompts.values()):
         equal_to_transformers(family, parts, found[id])
 
 
@@ -202,13 +203,14 @@ def test_an_image_that_nobody_waits_for_any_more_does_no_harm() -> None:
     assert 1 not in found and watched.images
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3"])
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 def test_a_last_token_of_an_image_is_never_decoded_alone(family: str, penalty: float) -> None:
     """Not behind pages of the prefix cache, nor where few penalties fit into a step."""
     made, found = engine(family, step=96, pages=20), dict[int, list[Output]]()
     for id in range(4):
-        own, pictures = prompt([*TEXT[:16], SMALL] if id % 2 else [*TEXT, *TEXT[:7], SMALL])
+        text = TEXT[:16] if id % 2 else [*TEXT, *TEXT[:7]]
+        own, pictures = prompt_of(family, of_family(family, [*text, SMALL]))
         made.submit(id, own, greedy(4, logprobs=0, presence_penalty=penalty), pictures)
         if id < 2:
             found |= finish(made)
@@ -216,10 +218,10 @@ def test_a_last_token_of_an_image_is_never_decoded_alone(family: str, penalty: f
     for id in (2, 3):
         assert tokens_of(found[id]) == tokens_of(found[id - 2])
     if not penalty:
-        equal_to_transformers(family, [*TEXT[:16], SMALL], found[3])
+        equal_to_transformers(family, of_family(family, [*TEXT[:16], SMALL]), found[3])
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "gemma3"])
 def test_steps_with_images_stay_on_captured_graphs(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,13 +234,14 @@ def test_steps_with_images_stay_on_captured_graphs(
     made.executor.resize(tuple(60 for _ in made.executor.pages))
     assert made.executor.capture(24, 400)
     monkeypatch.setattr(Decoder, "step", None)
-    found = answers(made, PROMPTS)
-    for id, parts in enumerate(PROMPTS.values()):
+    prompts = {name: of_family(family, parts) for name, parts in PROMPTS.items()}
+    found = answers(made, prompts, family=family)
+    for id, parts in enumerate(prompts.values()):
         equal_to_transformers(family, parts, found[id])
     assert pool.replayed
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "gemma3"])
 def test_draft_tokens_behind_images_change_nothing(family: str) -> None:
     """In texts that repeat themselves, of which some are accepted."""
     again = [5, 9, 17, 33] * 6
@@ -247,10 +250,11 @@ def test_draft_tokens_behind_images_change_nothing(family: str) -> None:
         "twice": [TALL, *again, TALL, *again[:7]],
         "text": [*again],
     }
+    prompts = {name: of_family(family, parts) for name, parts in prompts.items()}
     found = []
     for drafts in (0, 3):
         made = engine(family, step=96, draft_tokens=drafts)
-        outputs = answers(made, prompts, tokens=40)
+        outputs = answers(made, prompts, tokens=40, family=family)
         found.append({id: tokens_of(outputs[id]) for id in outputs})
     assert found[0] == found[1]
     assert made.speculation is not None and made.speculation.accepted

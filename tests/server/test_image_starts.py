@@ -15,7 +15,7 @@ import pytest
 import torch
 import vision_models
 from engines import finish, greedy
-from image_models import prompt
+from image_models import Part, prompt, prompt_of
 from safetensors.torch import load_file, save_file
 from servers import launch_config
 from vision_models import PATCH, picture
@@ -39,6 +39,12 @@ PREPROCESSOR = {
     "image_mean": list(vision_models.BY.mean),
     "image_std": list(vision_models.BY.std),
 }
+GEMMA = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 8 * PATCH, "width": 8 * PATCH},
+    "image_mean": list(vision_models.BY.mean),
+    "image_std": list(vision_models.BY.std),
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_processor(family: str, into: Path) -> Path:
     shutil.copytree(vision_models.saved(family).folder, into, dirs_exist_ok=True)
-    (into / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    processor = GEMMA if family.startswith("gemma3") else PREPROCESSOR
+    (into / "preprocessor_config.json").write_text(json.dumps(processor))
     return into
 
 
@@ -106,6 +113,59 @@ def test_a_start_ends_with_an_engine_that_answers_to_an_image(folder: Path, tmp_
     assert {TOWER, ENCODER_CACHE, ENCODER_WORK} <= set(names)
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_processor("gemma3_large", tmp_path_factory.mktemp("gemma"))
+
+
+def test_steps_have_room_for_an_image_that_they_do_not_cut(gemma: Path, tmp_path: Path) -> None:
+    """Of 64 tokens, where 8 are asked for. The stress plays such steps, and the encoder has rows
+    for them."""
+    asked = EngineOptions(LENGTH, 3, 8, images=Images.REQUIRED)
+    launch, heard = launch_config(gemma, asked, CapacityOptions(4096, 8)), list[Any]()
+    engine, result = start(
+        launch=launch,
+        send=heard.append,
+        attempts=tmp_path / "attempts.json",
+        record=None,
+        wait_for_neighbours=lambda: None,
+        memory=LARGE,
+        root=os.getpid(),
+    )
+    updates = [message for message in heard if isinstance(message, Progress)]
+    assert [m.warning for m in updates if m.warning and "maxPrefillTokens" in m.warning] == [
+        "spec.engine.maxPrefillTokens is 8, and steps have up to 66 rows: an image of this model "
+        "is computed in one step, beside the decodes of other requests"
+    ]
+    assert engine.scheduler.max_step_tokens == 66
+    assert {m.current.name for m in updates if m.current is not None} >= {"images", "last-chunk"}
+    (effective,) = {m.effective for m in updates if m.effective is not None}
+    assert (effective.max_prefill_tokens, effective.max_image_patches) == (66, 64)
+    parts: list[Part] = [5, picture(8 * PATCH, 8 * PATCH), 7]
+    for id in range(3):
+        own, pictures = prompt_of("gemma3_large", parts)
+        engine.submit(id, own, greedy(5), pictures)
+    found = finish(engine)
+    assert [[t for o in found[id] for t in o.tokens] for id in found] == [
+        [t for o in found[0] for t in o.tokens]
+    ] * 3
+    names = [part.name for part in result.ranks[0].parts]
+    assert {TOWER, ENCODER_CACHE, ENCODER_WORK} <= set(names)
+
+
+def test_images_of_one_size_have_its_patches_or_are_refused(gemma: Path) -> None:
+    made = loaded(gemma, max_image_patches=200).settings
+    assert made.images is not None
+    assert (made.images.patches, made.images.whole) == (64, 64)
+    assert made.images.within(70) == 64, "prompts that do not fit are refused as others are"
+    assert made.least_rows(1) == 64 and replace(made, draft_tokens=4).least_rows(1) == 128
+    assert made.seeing(None).least_rows(1) == 1
+    with pytest.raises(ConfigInvalid, match="maxImagePatches: expected 64 to 240"):
+        loaded(gemma, max_image_patches=63)
+    with pytest.raises(ModelUnsupported, match="79 tokens has no room for an image"):
+        loaded(gemma, max_model_len=79)
+
+
 def test_the_largest_passes_are_a_square_the_widest_strip_and_many_small_images(
     folder: Path,
 ) -> None:
@@ -136,9 +196,8 @@ def test_bounds_that_do_not_fit_are_refused_by_their_field(
 
 
 def test_images_that_are_not_served_are_refused_where_they_are_required(
-    folder: Path, tmp_path: Path
+    folder: Path, gemma: Path, tmp_path: Path
 ) -> None:
-    gemma = with_processor("gemma3", tmp_path / "gemma")
     text = tmp_path / "text"
     shutil.copytree(folder, text)
     raw = json.loads((text / "config.json").read_text())
@@ -148,7 +207,7 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
         for each in (Images.REQUIRED, Images.IF_SERVED)
     )
     for given, device, why in (
-        (gemma, Device.CPU, "images of this architecture"),
+        (gemma, Device.CUDA, "see those behind them, are served on CPUs only"),
         (text, Device.CPU, "no vision_config: the model is one of text"),
         (folder, Device.CUDA, "one CPU rank at present"),
     ):

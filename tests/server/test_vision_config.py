@@ -63,6 +63,7 @@ DEFAULTS = {
         eps=1e-6,
         positions=14,
         image=224,
+        two_way=True,
     ),
 }
 DEFAULTS["qwen3_5_moe"] = DEFAULTS["qwen3_5"]

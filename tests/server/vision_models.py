@@ -63,6 +63,24 @@ HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
 }
+
+
+def windowed(tokens: int) -> dict[str, Any]:
+    """Gemma 3's text model: layers with a window and one without."""
+    of_layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    return TEXT | {
+        "sliding_window": tokens,
+        "layer_types": of_layers,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": families.GEMMA3_ROPE,
+    }
+
+
+GEMMA: dict[str, Any] = {
+    "image_token_index": IMAGE,
+    "boi_token_index": IMAGE + 1,
+    "eoi_token_index": IMAGE + 2,
+}
 # The class without Config and ForConditionalGeneration; the sections; fields beside them.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VL", STACKED, TEXT | {"rope_parameters": MROPE}, {}),
@@ -75,7 +93,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {},
     ),
     "qwen2_5_vl": ("Qwen2_5_VL", WINDOWS, TEXT | {"rope_parameters": MROPE}, {}),
-    "gemma3": ("Gemma3", SIGLIP, TEXT, {"mm_tokens_per_image": 4}),
+    "gemma3": ("Gemma3", SIGLIP, windowed(11), GEMMA | {"mm_tokens_per_image": 4}),
+}
+# With images larger than a window, and than what steps of decodes have for prompts; and without a
+# window that hides anything, as prefixes that it has left are not found again.
+TOKENS = {"mm_tokens_per_image": 64}
+LARGE = {
+    "gemma3_large": ("Gemma3", SIGLIP, windowed(24), GEMMA | TOKENS),
+    "gemma3_wide": ("Gemma3", SIGLIP, windowed(4096), GEMMA | TOKENS),
 }
 # CLIP's, of which no two channels share one.
 BY = Normalisation(1 / 255, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.275777))
@@ -100,17 +125,19 @@ def saved(family: str) -> Saved:
     import transformers
 
     torch.manual_seed(11)
-    name, vision, text, more = FAMILIES[family]
-    ids = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1} if family != "gemma3" else {}
+    kind, vision, text, more = (FAMILIES | LARGE)[family]
+    ids = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1} if kind != "Gemma3" else {}
     given = {"vision_config": vision, "text_config": text, **ids, **more}
-    config = getattr(transformers, f"{name}Config")(**given)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
+    config = getattr(transformers, f"{kind}Config")(**given)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):  # or its states are soon forgotten
                 parameter.copy_(torch.linspace(-3, 1, len(parameter)))
             elif parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape) * 0.3)
+                if name.endswith("language_model.norm.weight") and kind == "Gemma3":
+                    parameter[::2] -= 2  # or each token would follow itself: its LM head is tied
             else:
                 parameter.normal_(0, 0.2)
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
@@ -124,8 +151,9 @@ def pixel_values(family: str, pictures: Sequence[Picture]) -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    kind = Gemma3ImageProcessorPil if family == "gemma3" else Qwen2VLImageProcessorPil
-    more: dict[str, Any] = {} if family == "gemma3" else {"patch_size": PATCH, "merge_size": 2}
+    gemma = family.startswith("gemma3")
+    kind = Gemma3ImageProcessorPil if gemma else Qwen2VLImageProcessorPil
+    more: dict[str, Any] = {} if gemma else {"patch_size": PATCH, "merge_size": 2}
     made = kind(do_resize=False, do_convert_rgb=False, image_mean=BY.mean, image_std=BY.std, **more)
     return made([each.transpose(2, 0, 1) for each in pictures], return_tensors="pt")
 
@@ -134,7 +162,7 @@ def pixel_values(family: str, pictures: Sequence[Picture]) -> Any:
 def expected(family: str, pictures: Sequence[Picture]) -> torch.Tensor:
     """What transformers' tower makes of them, what deepstack adds behind. [tokens, width]"""
     model, given = saved(family).model.model, pixel_values(family, pictures)
-    if family == "gemma3":
+    if family.startswith("gemma3"):
         made: torch.Tensor = model.get_image_features(given["pixel_values"]).pooler_output
         return made.flatten(0, 1)
     found = model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])

@@ -17,7 +17,7 @@ from kvline_server.engine.pictures import Image
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.images.digests import digest
-from kvline_server.kernels.layout import ImageRows
+from kvline_server.kernels.layout import ImageRows, Spans
 from kvline_server.memory.encoded import EncodedRows
 from kvline_server.worker.step import Step
 
@@ -47,9 +47,17 @@ class Encoder(Protocol):
 
 
 class Encoding:
-    def __init__(self, encoder: Encoder, bounds: Bounds, chunk: int, vocabulary: int) -> None:
-        """`chunk`: prompt tokens of a step at most; tokens of the `vocabulary`."""
-        self.encoder, self.vocabulary = encoder, vocabulary
+    def __init__(
+        self,
+        encoder: Encoder,
+        bounds: Bounds,
+        chunk: int,
+        vocabulary: int,
+        two_way: bool = False,
+    ) -> None:
+        """`chunk`: prompt tokens of a step at most; tokens of the `vocabulary`. `two_way`: tokens
+        of an image see each other, so that all of them are in one step."""
+        self.encoder, self.vocabulary, self.two_way = encoder, vocabulary, two_way
         self.cache = EncodedRows(bounds.cached)
         self.chunk, self.tokens, self.slice = chunk, bounds.encoded, bounds.slice
         self._claimed = 0  # tokens of images that sequences wait for
@@ -128,10 +136,21 @@ class Encoding:
         """Layers."""
         return max(1, self.slice // sum(image.tokens for image in self._encoding))
 
-    def limit(self, sequence: Sequence, start: int, rows: int) -> int:
-        """Of so many prompt rows from `start` on those before the first image that is not there."""
+    def cuts(self, sequence: Sequence, end: int) -> Image | None:
+        """The image of which a step may have all tokens or none, and that `end` is within."""
+        if sequence.pictures is None or not self.two_way:
+            return None
+        return next((i for i in sequence.pictures.images if i.start < end < i.end), None)
+
+    def limit(self, sequence: Sequence, start: int, rows: int, room: int) -> int:
+        """Of so many prompt rows from `start` on those before the first image that is not there or
+        would be cut. An image at `start` that is not cut may have up to `room`."""
         if sequence.pictures is None:
             return rows
+        if (cut := self.cuts(sequence, start + rows)) is not None:
+            rows = cut.start - start
+            if not rows and cut.tokens <= room:
+                rows = cut.tokens
         for image in sequence.pictures.within(start, start + rows):
             if not self.cache.ready(image.digest):
                 return max(0, image.start - start)
@@ -161,8 +180,20 @@ class Encoding:
         images = None
         if any(map(len, rows)):
             images = ImageRows(np.concatenate(rows), *np.concatenate(axes, axis=1))
-        layout = replace(step.layout, positions=positions, images=images)
+        spans = self._spans(work) if self.two_way else None
+        layout = replace(step.layout, positions=positions, images=images, spans=spans)
         return replace(step, tokens=tokens, layout=layout)
+
+    def _spans(self, work: list[Work]) -> Spans | None:
+        """Where the step has images."""
+        found: list[tuple[int, int]] = []
+        at = 0
+        for w in work:
+            if w.sequence.pictures is not None:
+                for image in w.sequence.pictures.within(w.start, w.start + w.rows):
+                    found.append((at + image.start - w.start, at + image.end - w.start))
+            at += w.rows
+        return Spans(*np.asarray(found, np.int32).T) if found else None
 
     def _embed(self, images: Iterable[Image], work: Work, tokens: np.ndarray) -> None:
         """Writes which rows of the encoder's cache stand for those of `tokens`, of some work."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Items
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from kvline_server.engine.pictures import Image
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
@@ -45,7 +46,9 @@ class Images(Protocol):
 
     def claims(self, sequence: Sequence) -> bool: ...
 
-    def limit(self, sequence: Sequence, start: int, rows: int) -> int: ...
+    def limit(self, sequence: Sequence, start: int, rows: int, room: int) -> int: ...
+
+    def cuts(self, sequence: Sequence, end: int) -> Image | None: ...
 
 
 class Work(NamedTuple):
@@ -83,6 +86,9 @@ class Scheduler:
         self._step = 0
         self._penalised_left = 0  # pages, in this step
         self._starting = False  # whether running sequences have had no rows yet
+        self._room = (
+            0  # rows of this step until a prompt has some: of an image, whatever the budget
+        )
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -120,12 +126,13 @@ class Scheduler:
         ready = self._bounded(ready, penalised)
         live = len(self.running) - ending
         budget -= self._decode(ready, budget, work)
+        self._room = budget
         if len(prefilling) < live:  # those that sit this step out decode in the next
             wanted = self.prefill_per_request * (live + len(self.waiting))
             budget = min(budget, max(self.mixed_prefill_tokens, wanted))
         for sequence in prefilling:
             if budget and sequence in self.running:
-                budget -= self._chunk(sequence, budget, work)
+                budget = max(0, budget - self._chunk(sequence, budget, work))
         at = 0  # of those that wait, behind others whose images nobody can encode yet
         while budget and at < len(self.waiting) and len(self.running) + bool(at) < self.max_running:
             sequence = self.waiting[at]
@@ -137,9 +144,9 @@ class Scheduler:
             taken = self._admit(sequence, budget, work, at)
             if taken is None:
                 break
-            budget -= taken
+            budget = max(0, budget - taken)
         if self.waiting:
-            _trim_to_wave(work, 1 if self.caches.states is None else BOUNDARY)
+            _trim_to_wave(work, 1 if self.caches.states is None else BOUNDARY, self.images)
         if self._starting:
             self._end_wait(work)
         if self.caches.states is not None:
@@ -257,11 +264,15 @@ class Scheduler:
         rows = self._cut(sequence, sequence.computed, budget)
         if sequence.has_penalties and rows == sequence.uncomputed:
             if sequence.penalised > self._penalised_left:
-                rows = sequence.uncomputed - 1
+                rows -= 1
+                if (cut := self._image_cut(sequence, sequence.computed + rows)) is not None:
+                    rows = cut.start - sequence.computed
             else:
                 self._penalised_left -= sequence.penalised
                 sequence.penalised_in = self._step
-        return self._continue(sequence, rows, work) if rows else 0
+        taken = self._continue(sequence, rows, work) if rows else 0
+        self._room = 0 if taken else self._room
+        return taken
 
     def _cut(self, sequence: Sequence, start: int, budget: int) -> int:
         """Rows of a prompt from `start` on that a step computes. With recurrent layers each chunk
@@ -270,10 +281,22 @@ class Scheduler:
         uncomputed = sequence.length - start
         rows = min(uncomputed, budget)
         if self.images is not None:
-            rows = self.images.limit(sequence, start, rows)
+            rows = self.images.limit(sequence, start, rows, self._room)
         if self.caches.states is not None and rows < uncomputed:
             rows -= rows % BOUNDARY
         return rows
+
+    def _image_cut(self, sequence: Sequence, end: int) -> Image | None:
+        return None if self.images is None else self.images.cuts(sequence, end)
+
+    def _match(self, sequence: Sequence) -> PageTable:
+        """What the prefix cache has of it, up to where a step may begin."""
+        sequence.extend_chain(len(sequence.tokens))
+        matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
+        while (cut := self._image_cut(sequence, matched.tokens)) is not None:
+            self.caches.release(matched)
+            matched = self.caches.match(sequence.chain[: cut.start // PAGE_SIZE])
+        return matched
 
     def _continue(
         self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = NO_DRAFTS
@@ -294,8 +317,7 @@ class Scheduler:
         """Starts a sequence that waits behind `at` others if its whole prompt fits, theirs and a
         page for each running sequence beside it. Returns the rows it takes in this step, None if it
         does not fit. One with images may take none: they are encoded for sequences that run."""
-        sequence.extend_chain(len(sequence.tokens))
-        matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
+        matched = self._match(sequence)
         others = sum(pages_for(len(self.waiting[each].tokens)) for each in range(at))
         fits = self.caches.fits(matched, len(sequence.tokens), len(self.running) + others)
         # One that would get no rows keeps its snapshot, and others' pages, for the next step.
@@ -352,12 +374,12 @@ class Scheduler:
         sequence.computed = sequence.published = sequence.confirmed = 0
 
 
-def _trim_to_wave(work: list[Work], multiple: int = 1) -> None:
+def _trim_to_wave(work: list[Work], multiple: int, images: Images | None) -> None:
     """Shortens the last prompt chunks of a large step until its rows fill whole waves of GEMM
     tiles; called while prompts queue. The rows cut off cost a whole wave here, and almost nothing
     in the next step, which is full anyway. Prompts never lose most of their rows: where decodes
-    alone exceed the last whole wave, they would get one row a step. What is left of a chunk is a
-    `multiple` of rows."""
+    alone exceed the last whole wave, they would get one row a step. A chunk's rest is a `multiple`
+    of rows, with all of an image that is not cut."""
     rows = sum(chunk.rows for chunk in work)
     prompts = sum(chunk.rows for chunk in work if chunk.kind is Kind.PROMPT)
     over = rows % WAVE if rows > WAVE else 0
@@ -369,6 +391,9 @@ def _trim_to_wave(work: list[Work], multiple: int = 1) -> None:
             break
         if chunk.kind is Kind.PROMPT:
             rows = max(0, chunk.rows - over) // multiple * multiple
+            cut = None if images is None else images.cuts(chunk.sequence, chunk.start + rows)
+            if cut is not None:
+                rows = cut.end - chunk.start
             over = max(0, over - chunk.rows + rows)
             left = chunk._replace(rows=rows)
             work[at : at + 1] = [left] if left.rows else []

@@ -29,7 +29,7 @@ from kvline_server.parallel.connect import connect
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.join import join
 from kvline_server.parallel.link import Link
-from kvline_server.sizing import images, load, profile
+from kvline_server.sizing import images, load, notes, profile
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.running import open_to_sizing
@@ -104,9 +104,10 @@ def load_rank(
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit, http_processes)
     sees, warning = images.asked(launch, model, settings.wanted_len)
-    settings = replace(settings, images=sees).changed()
-    if warning and rank == 0:
-        warn(warning)
+    settings = settings.seeing(sees)
+    for text in filter(None, (warning, notes.raised(launch, settings))):
+        if rank == 0:
+            warn(text)
     device.settle()
     free_before = device.limit - device.used()
     group: Group = ALONE
@@ -197,7 +198,8 @@ def _encoding(loaded: Loaded, settings: EngineSettings) -> Encoding | None:
         return None
     chunk = settings.max_prefill_tokens
     bounds = replace(settings.images.bounds(chunk), slice=loaded.encoder.slice)
-    return Encoding(loaded.encoder, bounds, chunk, loaded.vocabulary)
+    two_way = settings.images.vision.two_way
+    return Encoding(loaded.encoder, bounds, chunk, loaded.vocabulary, two_way)
 
 
 def _matchers(grammars: GrammarService, settings: EngineSettings) -> Matchers:

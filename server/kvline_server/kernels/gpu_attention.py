@@ -93,6 +93,7 @@ class GpuAttention(Attention):
         return torch.cat((cos, sin), dim=-1).to(self.device)
 
     def plan(self, layout: Layout, group: int, window: int) -> Plan:
+        assert layout.spans is None, "images whose tokens see each other are refused on GPUs"
         layout = replace(layout, groups=(layout.groups[group],)).apart()
         runners, held = self._runners[window], layout.groups[0]
         last_page = (held.lengths - 1) % PAGE_SIZE + 1

@@ -25,22 +25,14 @@ class GroupLayout:
     slots: NDArray[np.int64]  # [rows], cache slots of their keys and values
     cleared: NDArray[np.int64]  # pages that are set to 0 before anything is written
 
-    def apart(self, of: np.ndarray, later: np.ndarray) -> GroupLayout:
-        """Layout.apart, with the sequence `of` each row of a decode, and how many of its rows come
-        `later`; both [rows of decodes]."""
-        decodes = of[-1] + 1
+    def cut(self, of: np.ndarray, later: np.ndarray) -> GroupLayout:
+        """Parts of sequences as sequences: whose each is, and how many of the sequence's rows come
+        `later`; both [parts]."""
         lengths = self.lengths[of] - later
         held = -(-lengths // PAGE_SIZE)
-        begins, first = starts(held), self.page_starts[decodes]
+        begins = starts(held)
         own = np.arange(begins[-1]) + np.repeat(self.page_starts[of] - begins[:-1], held)
-        return replace(
-            self,
-            lengths=np.concatenate((lengths, self.lengths[decodes:])),
-            page_starts=np.concatenate(
-                (begins, self.page_starts[decodes + 1 :] - first + begins[-1])
-            ),
-            pages=np.concatenate((self.pages[own], self.pages[first:])),
-        )
+        return replace(self, lengths=lengths, page_starts=begins, pages=self.pages[own])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +64,14 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Spans:
+    """Rows that attend to each other both ways: those of an image, where a model has that."""
+
+    starts: NDArray[np.int32]  # [n], rows of the step, in order
+    ends: NDArray[np.int32]  # [n]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Sequences in the order of their rows, decodes first: one row each, and draft tokens'."""
 
@@ -81,6 +81,7 @@ class Layout:
     groups: tuple[GroupLayout, ...]
     states: StateLayout | None = None  # of a model with recurrent layers
     images: ImageRows | None = None
+    spans: Spans | None = None  # of prompts; none is in two sequences
 
     @property
     def sequences(self) -> int:
@@ -101,16 +102,27 @@ class Layout:
         rows = self.decode_rows
         if rows == self.decodes:
             return self
-        of = np.repeat(np.arange(self.decodes), np.diff(self.row_starts[: self.decodes + 1]))
         each = np.arange(rows, dtype=np.int32)
-        later = self.row_starts[of + 1] - 1 - each  # rows of its sequence behind each
-        return replace(
-            self,
-            decodes=rows,
-            row_starts=np.concatenate((each, self.row_starts[self.decodes :])),
-            groups=tuple(group.apart(of, later) for group in self.groups),
-            states=None,
-        )
+        made = self._cut(np.concatenate((each, self.row_starts[self.decodes :])))
+        return replace(made, decodes=rows)
+
+    def whole(self) -> tuple[Layout, NDArray[np.bool_]]:
+        """With each span as a sequence of its own, and the rows before, between and behind spans as
+        others: what a query may see then follows from its sequence's length, where those of spans
+        are not causal. So kernels need no mask for them; a window bounds what is before a query in
+        both. For attention alone. -> and which sequences are spans, [sequences]"""
+        if self.spans is None:
+            return self, np.zeros(self.sequences, np.bool_)
+        every = np.concatenate((self.row_starts, self.spans.starts, self.spans.ends))
+        made = self._cut(np.unique(every).astype(np.int32))
+        return made, np.isin(made.row_starts[:-1], self.spans.starts)
+
+    def _cut(self, row_starts: NDArray[np.int32]) -> Layout:
+        """With sequences that begin and end at these rows, all of its own among them."""
+        of = np.searchsorted(self.row_starts, row_starts[:-1], side="right") - 1
+        later = self.row_starts[of + 1] - row_starts[1:]
+        groups = tuple(group.cut(of, later) for group in self.groups)
+        return replace(self, row_starts=row_starts, groups=groups, states=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,11 @@ class Gather:
     end: int
     tokens: int  # gathered of each sequence, padding included
     pages: torch.Tensor  # [sequences * pages per sequence]
-    decodes: int  # sequences; 0: a prompt's chunk
-    mask: torch.Tensor | None  # added to the scores, [end - start, tokens]; None: plain causal
+    decodes: int  # sequences; 0: a prompt's chunk, or a part of one
+    causal: bool  # else each of these rows sees all of them
+    # Added to the scores, [end - start, tokens]; None: of causal rows each sees all before it, of
+    # others all tokens.
+    mask: torch.Tensor | None
     window: int  # of tokens that a row sees; 0: all before it
 
     def repeat_mask(self, queries: int) -> None:
@@ -77,6 +80,7 @@ class TorchAttention(Attention):
         return 4 * PAGE_NUMBER + masks * PAGE_SIZE * self.dtype.itemsize
 
     def plan(self, layout: Layout, group: int, window: int) -> list[Gather]:
+        layout, spans = layout.whole()
         held, counts = layout.groups[group], np.diff(layout.row_starts)
         together = _decodes_together(counts[: layout.decodes].tolist(), held.lengths)
         gathers = [(first, end, end - first) for first, end in together]
@@ -84,7 +88,10 @@ class TorchAttention(Attention):
         # Of a sequence's last row the position among its tokens here is the last.
         rows = np.arange(layout.rows) - np.repeat(layout.row_starts[1:], counts)
         positions = rows + np.repeat(held.lengths, counts)
-        return [self._plan_gather(layout, held, positions, window, *each) for each in gathers]
+        return [
+            self._plan_gather(layout, held, positions, window, not spans[each[0]], *each)
+            for each in gathers
+        ]
 
     def _plan_gather(
         self,
@@ -92,6 +99,7 @@ class TorchAttention(Attention):
         held: GroupLayout,
         positions: np.ndarray,
         window: int,
+        causal: bool,
         first: int,
         end: int,
         decodes: int,
@@ -111,20 +119,22 @@ class TorchAttention(Attention):
             tokens=tokens,
             pages=torch.from_numpy(pages.reshape(-1)).to(self.device),
             decodes=decodes,
-            mask=self._mask(positions[rows], tokens, window, decodes),
+            causal=causal,
+            mask=self._mask(positions[rows], tokens, window, decodes, causal),
             window=window,
         )
 
     def _mask(
-        self, positions: np.ndarray, tokens: int, window: int, decodes: int
+        self, positions: np.ndarray, tokens: int, window: int, decodes: int, causal: bool
     ) -> torch.Tensor | None:
-        if not (decodes or 0 < window < tokens or len(positions) < tokens):
+        some = causal and len(positions) < tokens  # see less than the last
+        if not (decodes or 0 < window < tokens or some):
             return None
         queries = torch.from_numpy(positions).to(self.device).unsqueeze(1)
         keys = torch.arange(tokens, device=self.device)
-        hidden = keys > queries
+        hidden = keys > (queries if causal else tokens)
         if window:
-            hidden |= keys <= queries - window
+            hidden = hidden | (keys <= queries - window)
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, MASKED)
 
@@ -220,7 +230,7 @@ class TorchAttention(Attention):
             keys,
             values,
             attn_mask=gather.mask,
-            is_causal=gather.mask is None,
+            is_causal=gather.causal and gather.mask is None,
             scale=scale,
             enable_gqa=True,
         )
@@ -237,6 +247,7 @@ class TorchAttention(Attention):
     ) -> None:
         """q [sequences * rows of each, heads, dim] -> out of the same shape, a key-value
         head and a block of rows at a time. In float32: torch's own attention takes no sinks."""
+        assert gather.causal, "no model has sinks and images"
         sequences, tokens = gather.decodes or 1, gather.tokens
         keys, values = (
             part[:, :, :tokens].float() for part in self._gather(cache, gather.pages, sequences)

@@ -200,7 +200,7 @@ class Decoder:
         """From token ids to the first mixer's first half, which is written to `into` if given."""
         residual = self.weights.embedding[token_ids]
         if self.embedding_scale != 1.0:
-            residual *= self.embedding_scale
+            residual *= self._scales(token_ids)
         blocks, mixer = self.weights.first, self.weights.layers[0].mixer
         before = blocks[0].before if blocks else mixer.before
         x = Operand(residual if before is None else self.kernels.rows.rms_norm(residual, before))
@@ -208,6 +208,13 @@ class Decoder:
         place = self._place(0, mappings)
         projected = mixer.project(self.kernels, x, memory, place, into)
         return LayerState(residual, projected, self._encoded(token_ids))
+
+    def _scales(self, token_ids: torch.Tensor) -> torch.Tensor | float:
+        """Of embeddings, which those of images are not multiplied by. [rows, 1]"""
+        vocabulary = self.config.vocabulary
+        if len(self.weights.embedding) == vocabulary:
+            return self.embedding_scale
+        return torch.where(token_ids < vocabulary, self.embedding_scale, 1.0).unsqueeze(1)
 
     def _encoded(self, token_ids: torch.Tensor) -> torch.Tensor | None:
         """Which of the encoder's rows are added to each row behind the first layers."""

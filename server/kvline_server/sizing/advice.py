@@ -25,7 +25,7 @@ from kvline_server.sizing.offers import (
 )
 from kvline_server.sizing.search import Search
 from kvline_server.sizing.session import PROBE_TOKENS, Session, whole_pages
-from kvline_server.sizing.settings import EngineSettings, least_rows, logprob_rows
+from kvline_server.sizing.settings import EngineSettings, logprob_rows
 from kvline_server.sizing.slots import Slots
 
 SECONDS = 60.0  # after which no other value is tried
@@ -114,8 +114,7 @@ class Adviser:
         return (Offer(Knob(MEMORY_FIELD, Direction.RAISE)), lower)
 
     def _prefill(self) -> Offer | None:
-        running, recurrent = self.settings.max_running_requests, self.settings.recurrent
-        low = max(least_rows(running, recurrent), PAGE_SIZE)
+        low = max(self.settings.least_rows(self.settings.max_running_requests), PAGE_SIZE)
         values = doubled(low, self.settings.max_prefill_tokens)
         if self._gains_too_little(self.settings, self.growth):
             return None

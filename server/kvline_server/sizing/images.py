@@ -55,6 +55,11 @@ class Images:
         """Of an image at most."""
         return self.patches // self.vision.merge**2
 
+    @property
+    def whole(self) -> int:
+        """Tokens of an image of which a step has all or none; 0: prompts' chunks may cut images."""
+        return self.tokens if self.vision.two_way else 0
+
     def bounds(self, chunk: int) -> Bounds:
         """Of the encoder beside steps with prompts of up to `chunk` tokens."""
         return Bounds.of(self.tokens, chunk, self.chunk)
@@ -62,7 +67,8 @@ class Images:
     def within(self, longest: int) -> int:
         """Patches of an image at most in a context of so many tokens."""
         of_token = self.vision.merge**2
-        return min(self.patches, max(1, longest - TEXT) * of_token)
+        few = max(1, longest - TEXT) * of_token
+        return self.patches if self.vision.image else min(self.patches, few)
 
     def largest(self) -> Iterator[list[Size]]:
         """The images of each of the encoder's largest passes: a square, the widest strip, and as
@@ -107,10 +113,10 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
             "has image"
         )
     vision = read_vision(fields)
-    if vision.image:
+    if vision.two_way and launch.device is not Kind.CPU:
         raise ModelUnsupported(
-            f"{path}: images of this architecture, whose tokens see those behind them, are not "
-            "served yet; leave image out of spec.engine.modalities"
+            f"{path}: images of this architecture, whose tokens see those behind them, are served "
+            "on CPUs only at present; leave image out of spec.engine.modalities"
         )
     if launch.device is not Kind.CPU or launch.tensor_parallel > 1:
         raise ModelUnsupported(
@@ -119,7 +125,8 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
         )
     patches = _patches(launch.device, engine, vision, longest)
     processor = preprocessor.read(folder).within(patches)
-    patches = min(patches, processor.longest // vision.patch**2)  # the model's own limit
+    if not processor.fixed:
+        patches = min(patches, processor.longest // vision.patch**2)  # the model's own limit
     _check_files(launch, fields, vision)
     count = engine.max_images_per_request or PER_REQUEST
     return Images(vision, processor, count, patches, BOUNDARY if model.recurrent else 1)
@@ -133,21 +140,21 @@ def _check_files(launch: LaunchConfig, fields: Fields, vision: VisionConfig) -> 
 
 
 def _patches(device: Kind, engine: EngineOptions, vision: VisionConfig, longest: int) -> int:
-    of_token = vision.merge**2
-    most = max(0, longest - TEXT) * of_token
-    if not most:
+    of_token, fixed = vision.merge**2, (vision.image // vision.patch) ** 2
+    least, most = fixed or of_token, max(0, longest - TEXT) * of_token
+    if most < least:
         raise ModelUnsupported(
             f"a context of {longest} tokens has no room for an image: raise "
             "spec.engine.maxModelLen, or leave image out of spec.engine.modalities"
         )
     given = engine.max_image_patches
-    if given is not None and not of_token <= given <= most:
+    if given is not None and not least <= given <= most:
         raise ConfigInvalid(
-            f"spec.engine.maxImagePatches: expected {of_token} to {most}, as {of_token} patches "
+            f"spec.engine.maxImagePatches: expected {least} to {most}, as {of_token} patches "
             f"are a token and the context has {longest}, got {given}; raise maxModelLen, or lower "
             "it"
         )
-    found = given or min(PATCHES[device], most)
+    found = fixed or given or min(PATCHES[device], most)
     return found // of_token * of_token
 
 

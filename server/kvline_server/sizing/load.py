@@ -108,7 +108,7 @@ def load_model(
         owned=(*_parts(worker.decoder.weights, settings), *slots.parts(), *parts(cache)),
         groups=cache,
         slots=slots,
-        stress=StressSet.of(worker),
+        stress=StressSet.of(worker, settings.images.whole if settings.images else 0),
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=notes.name(backend.cache_dtype),
         note=backend.note,

@@ -16,6 +16,7 @@ from kvline_server.model.config import ModelConfig
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.linear import TensorSource
 from kvline_server.sizing.images import Images
+from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
 
@@ -41,6 +42,17 @@ def kept(launch: LaunchConfig, weights: loader.Weights) -> list[str]:
 
 def _stays(nbytes: int, what: str, scales: int) -> str:
     return f"{nbytes // MIB} MiB of {what} with {scales // MIB} MiB of scales"
+
+
+def raised(launch: LaunchConfig, settings: EngineSettings) -> str:
+    """Where steps have more rows than asked for; else empty."""
+    asked, rows = launch.engine.max_prefill_tokens, settings.max_prefill_tokens
+    if asked is None or asked >= rows:
+        return ""
+    return (
+        f"spec.engine.maxPrefillTokens is {asked}, and steps have up to {rows} rows: an image of "
+        "this model is computed in one step, beside the decodes of other requests"
+    )
 
 
 def warnings(

@@ -14,7 +14,7 @@ from kvline_contract.report import Direction, Knob
 from kvline_server.errors import StepTooLong
 from kvline_server.ipc.starvation import threads, waited
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.sizing.settings import EngineSettings, least_rows
+from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Step
 
 SAFE = 0.8  # of what would just do: a step's time is not quite in proportion to its rows
@@ -51,10 +51,10 @@ def _knobs(rows: int, share: float, settings: EngineSettings) -> tuple[Knob, ...
     that may not be below what so many requests need at least."""
     fitting = int(rows * SAFE * share) // PAGE_SIZE * PAGE_SIZE
     # Else it is the context that takes so long.
-    if not fitting or fitting < least_rows(1, settings.recurrent):
+    if not fitting or fitting < settings.least_rows(1):
         return (Knob("spec.engine.maxModelLen", Direction.LOWER),)
     knobs = [Knob("spec.engine.maxPrefillTokens", Direction.LOWER, fitting)]
-    beside = least_rows(0, settings.recurrent)
+    beside = settings.least_rows(0)
     if fitting < settings.max_running_requests + beside:
         knobs[0] = replace(knobs[0], with_next=True)
         knobs.append(Knob("spec.engine.maxRunningRequests", Direction.LOWER, fitting - beside))

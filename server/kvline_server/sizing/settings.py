@@ -107,6 +107,18 @@ class EngineSettings:
             table_bytes_per_token=self.table_bytes_per_token * (made.max_running_requests > 1),
         )
 
+    def seeing(self, images: Images | None) -> EngineSettings:
+        """With what is served of images. One that steps do not cut has room in them."""
+        made = replace(self, images=images)
+        least = made.least_rows(self.max_running_requests)
+        return made.changed(max_prefill_tokens=max(self.max_prefill_tokens, least))
+
+    def least_rows(self, running: int) -> int:
+        """`least_rows` with what is served of images, of which drafts leave half of a step."""
+        image = self.images.whole if self.images is not None else 0
+        least = least_rows(running, self.recurrent)
+        return max(least, running - 1 + image, 2 * image if self.draft_tokens else 0)
+
     def with_tables(self, page: int, windows: int) -> EngineSettings:
         """With room for page tables of sequences that share pages, each page of which takes so many
         bytes in layers with one window, of which there are so many."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvline_server.engine.batch import Batch
 from kvline_server.engine.stress.bounds import Bounds
-from kvline_server.engine.stress.steps import batch
+from kvline_server.engine.stress.steps import batch, with_images
 from kvline_server.engine.stress.vocabulary import GREEDY, UNFILTERED
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.routing import PLAYED, Played
@@ -39,11 +39,12 @@ class StressSet:
     tiles_context: bool = False  # of Attention, as is the next
     short_chunks: tuple[int, ...] = ()
     experts: bool = False  # whether the model has a mixture of them
+    image: int = 0  # tokens of one that attend both ways
 
     @classmethod
-    def of(cls, worker: Worker) -> StressSet:
-        attention, config = worker.kernels.attention, worker.decoder.config
-        return cls(attention.tiles_context, attention.short_chunks, config.experts is not None)
+    def of(cls, worker: Worker, image: int = 0) -> StressSet:
+        attention, experts = worker.kernels.attention, worker.decoder.config.experts
+        return cls(attention.tiles_context, attention.short_chunks, experts is not None, image)
 
     @property
     def owners(self) -> tuple[Owner, ...]:
@@ -51,6 +52,7 @@ class StressSet:
         return (
             prompts,
             partial(contexts, self.tiles_context, self.short_chunks),
+            partial(images, self.image),
             decodes,
             sampled_at_once,
             mixed,
@@ -82,6 +84,12 @@ def contexts(tiles: bool, short_chunks: tuple[int, ...], bounds: Bounds) -> Iter
         yield "last-chunk", partial(batch, bounds, bounds.long_ends())
     for rows in short_chunks:
         yield "short-chunks", partial(batch, bounds, bounds.short_chunk(rows))
+
+
+def images(tokens: int, bounds: Bounds) -> Iterator[Named]:
+    """Attention's, where it is both ways within an image."""
+    if tokens:
+        yield "images", partial(with_images, bounds, bounds.long_ends(), tokens)
 
 
 def decodes(bounds: Bounds) -> Iterator[Named]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from kvline_server.engine.batch import Batch, build
@@ -20,6 +21,7 @@ from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.engine.stress.bounds import Bounds, Span
 from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, masked, on_every_rank
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
+from kvline_server.kernels.layout import Spans
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.groups import first_page
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
@@ -92,6 +94,18 @@ def batch(
     made = build(work, [list(itertools.islice(itertools.cycle(each), most)) for each in real])
     step = on_every_rank(beside(made.step, other, bounds.logprob_rows), bounds)
     return replace(made, step=masked(step, bounds))
+
+
+def with_images(bounds: Bounds, spans: list[Span], tokens: int) -> Batch:
+    """Prompts whose rows are images' of so many tokens, each in one step; what is left of a
+    prompt's rows is another image's."""
+    made = batch(bounds, spans)
+    layout = made.step.layout
+    prompts = layout.row_starts[layout.decodes :]
+    inside = np.arange(prompts[0], prompts[-1], tokens, dtype=np.int32)
+    at = np.unique(np.concatenate((prompts, inside)))
+    whole = replace(layout, spans=Spans(at[:-1], at[1:]))
+    return replace(made, step=replace(made.step, layout=whole))
 
 
 def _states(bounds: Bounds, slot: int, start: int, rows: int, kept: Iterator[int]) -> StateStep:

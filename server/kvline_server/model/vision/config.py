@@ -49,6 +49,7 @@ class VisionConfig:
     window: int = 0  # tokens of its side, within which layers attend; 0: the image
     whole: frozenset[int] = frozenset()  # layers without a window, where others have one
     image: int = 0  # pixels of the side of every image; 0: of any that `factor` divides
+    two_way: bool = False  # whether a text model's layers attend both ways within an image
 
     @property
     def head_dim(self) -> int:
@@ -183,6 +184,7 @@ def _gemma3(fields: Fields, vision: Fields) -> VisionConfig:
         eps=vision.number("layer_norm_eps", 1e-6),
         positions=side,
         image=image,
+        two_way=True,
     )
 
 
