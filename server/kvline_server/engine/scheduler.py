@@ -86,9 +86,7 @@ class Scheduler:
         self._step = 0
         self._penalised_left = 0  # pages, in this step
         self._starting = False  # whether running sequences have had no rows yet
-        self._room = (
-            0  # rows of this step until a prompt has some: of an image, whatever the budget
-        )
+        self._room = 0  # of an image, whatever the budget, until a prompt has rows in this step
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
