@@ -100,7 +100,7 @@ def _tower() -> list[str]:
         took.append(time.process_time() - began)
     middle = statistics.median(took)
     record("tower-s-1024-qwen3vl-2b-cpu", middle, "s", (min(took), max(took)))
-    name = f"1,024 patches through Qwen3-VL-2B's tower, s of one thread's CPU time"
+    name = "1,024 patches through Qwen3-VL-2B's tower, s of one thread's CPU time"
     return [name, f"{middle:.1f} (median; {min(took):.1f} to {max(took):.1f})"]
 
 
