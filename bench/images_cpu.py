@@ -1,26 +1,49 @@
 """Memory of a CPU server that sees images, in 2 GiB: what images take of the KV budget, and what
-500 pictures of distinct sizes, four at a time, add."""
+500 pictures of distinct sizes, four at a time, add; and the time of a usual tower on one thread."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import families
 import image_chats
+import torch
+import vision_models
 from image_files import noise
 from record import record, table
 from servers import Server, serving
 
 from kvline_contract.launch import CapacityOptions, EngineOptions, Images
+from kvline_server.model.loader import RandomSource
+from kvline_server.model.vision.config import QWEN, VisionConfig
 
 MIB, PICTURES, CLIENTS, WARM = 1 << 20, 500, 4, 50
 MEMORY = 2048 * MIB
 TEXT = EngineOptions(max_model_len=384, max_running_requests=8)
 SEEING = replace(TEXT, images=Images.REQUIRED, max_image_patches=1024, max_images_per_request=4)
+ROUNDS = 5
+TOWER = VisionConfig(  # Qwen3-VL-2B's
+    kind="qwen3",
+    prefixes=QWEN,
+    layers=24,
+    hidden=1024,
+    intermediate=4096,
+    heads=16,
+    patch=16,
+    merge=2,
+    frames=2,
+    out=2048,
+    eps=1e-6,
+    theta=10_000.0,
+    positions=48,
+    deepstack=(5, 11, 17),
+)
 
 
 def run() -> None:
@@ -38,7 +61,7 @@ def run() -> None:
     share = tokens["images"] / tokens["text"]
     record("kv-tokens-of-text-tiny-vl-cpu", share, "ratio", (share, share))
     record("image-growth-tiny-vl-cpu", grown / MIB, "MiB", (grown / MIB,) * 2)
-    rows.append(["KV tokens with images, of text alone", f"{share:.3f}"])
+    rows += [["KV tokens with images, of text alone", f"{share:.3f}"], _tower()]
     table(f"{PICTURES} pictures of distinct sizes, {CLIENTS} at a time", ["", "value"], rows)
 
 
@@ -65,6 +88,20 @@ def _play(server: Server) -> tuple[list[list[str]], int]:
         ["grown until the last, MiB", f"{grown / MIB:.1f}"],
     ]
     return rows, grown
+
+
+def _tower() -> list[str]:
+    """-> the row of 1,024 patches through it, in float32 as CPUs serve"""
+    torch.set_num_threads(1)
+    tower, took = vision_models.load(RandomSource(), TOWER), list[float]()
+    for _ in range(ROUNDS):
+        began = time.process_time()  # others may share the core
+        vision_models.rows(tower, [vision_models.picture(512, 512)])
+        took.append(time.process_time() - began)
+    middle = statistics.median(took)
+    record("tower-s-1024-qwen3vl-2b-cpu", middle, "s", (min(took), max(took)))
+    name = "1,024 patches through Qwen3-VL-2B's tower, s of one thread's CPU time"
+    return [name, f"{middle:.1f} (median; {min(took):.1f} to {max(took):.1f})"]
 
 
 def _resident(children: dict[str, int]) -> int:

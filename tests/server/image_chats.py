@@ -12,6 +12,7 @@ from image_files import saved
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
+Part = dict[str, Any]
 PAD = "<|image_pad|>"
 SIDE = 8  # pixels of a token's side
 TEMPLATE = (
@@ -64,3 +65,40 @@ def chat(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     user = {"role": "user", "content": list(parts)}
     usual = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     return {**usual, "messages": [{"role": "system", "content": "See."}, user], **fields}
+
+
+def as_input(given: Part) -> Part:
+    """A part of a chat's message as one of /v1/responses."""
+    if given["type"] == "text":
+        return {"type": "input_text", "text": given["text"]}
+    url, detail = given["image_url"]["url"], given["image_url"].get("detail", "auto")
+    return {"type": "input_image", "image_url": url, "detail": detail}
+
+
+def as_block(given: Part) -> Part:
+    """Likewise of /v1/messages."""
+    if given["type"] == "text":
+        return given
+    head, _, data = given["image_url"]["url"].partition(",")
+    kind = head.removeprefix("data:").removesuffix(";base64")
+    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+
+
+def responses(*parts: Part, result: list[Part] | None = None, **more: Any) -> tuple[str, Part]:
+    """-> the path and the body of what `chat` asks, with a tool's result before it"""
+    items: list[Part] = []
+    if result is not None:
+        output = list(map(as_input, result))
+        items.append({"type": "function_call_output", "call_id": "c1", "output": output})
+    items.append({"role": "user", "content": list(map(as_input, parts))})
+    usual = {"model": "tiny", "max_output_tokens": 4, "temperature": 0, "instructions": "See."}
+    return "/v1/responses", {**usual, "input": items, **more}
+
+
+def messages(*parts: Part, result: list[Part] | None = None, **more: Any) -> tuple[str, Part]:
+    blocks = list(map(as_block, parts))
+    if result is not None:
+        content = list(map(as_block, result))
+        blocks.insert(0, {"type": "tool_result", "tool_use_id": "c1", "content": content})
+    usual = {"model": "tiny", "max_tokens": 4, "temperature": 0, "system": "See."}
+    return "/v1/messages", {**usual, "messages": [{"role": "user", "content": blocks}], **more}

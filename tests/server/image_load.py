@@ -12,24 +12,25 @@ from pathlib import Path
 from unittest.mock import patch
 
 from client_load import memory
-from image_chats import chat, part, text
+from image_chats import chat, messages, part, text
 from image_files import gradient, noise, saved
 from image_kit import Pictured
 
 from kvline_contract.launch import Device
-from kvline_server.ipc import messages
-from kvline_server.ipc.messages import Released
+from kvline_server.ipc.messages import Released, encode
 from kvline_server.ipc.pixels import PAGE
 from kvline_server.options.clients import ClientLimits
 from kvline_server.parent.children import HTTP_MALLOC
 
 CLIENTS = 6
+CHAT = "/v1/chat/completions"
 LIMITS = ClientLimits().on(Device.CPU)
 
 
-def bodies() -> list[bytes]:
-    """Of each client: files as large as fit, and images of as many pixels as may be decoded, in
-    the format whose decoder takes the most; all with a text that makes parsing take the most."""
+def bodies() -> list[tuple[str, bytes]]:
+    """Of each client, with their paths in two APIs: files as large as fit, and images of as many
+    pixels as may be decoded, in the format whose decoder takes the most; all with a text that makes
+    parsing take the most."""
     made = []
     side = int((LIMITS.decode_bytes / 16) ** 0.5) - 40
     for seed in range(CLIENTS):
@@ -37,9 +38,10 @@ def bodies() -> list[bytes]:
         assert 0.9 * LIMITS.image_file_bytes() < len(large) <= LIMITS.image_file_bytes()
         wide = gradient(side - seed, side)
         for file, kind in ((large, "PNG"), (saved(wide, "WEBP", lossless=True, method=0), "WEBP")):
-            body = chat(text("\U0001f600"), part(file, kind), max_tokens=1)
+            parts = text("\U0001f600"), part(file, kind)
+            path, body = messages(*parts) if seed % 2 else (CHAT, chat(*parts, max_tokens=1))
             written = json.dumps(body, ensure_ascii=False).replace("See.", "\\u0041")
-            made.append(written.encode())
+            made.append((path, written.encode()))
     return made
 
 
@@ -59,11 +61,12 @@ async def play(model: Path) -> int:
     http = Pictured(model, LIMITS.pixel_bytes // PAGE, **limits)
     async with http.open():
         answering = asyncio.create_task(_answer(http))
-        await _until_taken(http, json.dumps(chat(part(noise(8, 8)))).encode())  # imports, threads
+        first = json.dumps(chat(part(noise(8, 8)))).encode()
+        await _until_taken(http, CHAT, first)  # imports, threads
         sent = bodies()
         rest, _ = memory()
         Path("/proc/self/clear_refs").write_text("5")
-        await asyncio.gather(*(_until_taken(http, body) for body in sent))
+        await asyncio.gather(*(_until_taken(http, *each) for each in sent))
         answering.cancel()
         assert http.store.decoded == len(sent) + 1
         return memory()[1] - rest
@@ -73,14 +76,14 @@ async def _answer(http: Pictured) -> None:
     while True:
         sent = await http.submitted.get()
         http.send(sent.id, [65])
-        http._writer.write(messages.encode(Released([sent.id])))
+        http._writer.write(encode(Released([sent.id])))
 
 
-async def _until_taken(http: Pictured, body: bytes) -> None:
+async def _until_taken(http: Pictured, path: str, body: bytes) -> None:
     """As clients do that get a 429."""
     headers, status = {"content-type": "application/json"}, 429
     while status == 429:
-        answer = await http.http.post("/v1/chat/completions", content=body, headers=headers)
+        answer = await http.http.post(path, content=body, headers=headers)
         status = answer.status_code
         await asyncio.sleep(0.02)
     assert status == 200, answer.text

@@ -58,6 +58,17 @@ def block(text: str, **more: Any) -> Fields:
     return {"type": "text", "text": text, **more}
 
 
+def image(**source: Any) -> Fields:
+    return {"type": "image", "source": source}
+
+
+def result(*content: Fields) -> Fields:
+    return {"type": "tool_result", "tool_use_id": "t1", "content": list(content)}
+
+
+PNG_AS_JPEG = image(type="base64", media_type="image/jpeg", data="iVBORw0KGgoAAAANSUhEUg==")
+
+
 def test_system_texts_are_one_message_without_what_changes_each_time() -> None:
     """Claude Code's first text differs in each request: no prompt would be in the prefix cache."""
     system = [block(f"{BILLING}: cch=1"), block("Be brief.", **CACHED), block("In English.")]
@@ -149,6 +160,31 @@ WRONG: list[tuple[Fields, str, str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "invalid_value"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages[0].content[0].source.type",
+        "missing_required_parameter",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [image(type="url", url="https://a.b")]}]},
+        "messages[0].content[0].source.type",
+        "unsupported_value",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [result(image(type="file", file_id="f"))]}]},
+        "messages[0].content[0].content[0].source.type",
+        "unsupported_value",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [image(type="base64", media_type="image/bmp")]}]},
+        "messages[0].content[0].source.media_type",
+        "invalid_value",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [PNG_AS_JPEG]}]},
+        "messages[0].content[0].source.media_type",
+        "invalid_value",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [PNG_AS_JPEG]}]},
         "messages[0].content[0].type",
         "unsupported_value",
     ),

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import torch
 from families import reference
-from image_chats import PAD, TEMPLATE, chat, part, text
+from image_chats import PAD, TEMPLATE, chat, messages, part, responses, text
 from image_files import noise
 from servers import Server, serving
 from tokenizers import Tokenizer
@@ -112,6 +113,43 @@ def test_a_stream_and_several_choices_have_one_picture(seeing: Server) -> None:
     lines = re.findall(r"^data: (\{.*)$", streamed.text, re.M)
     deltas = [c["delta"].get("content") or "" for x in lines for c in json.loads(x)["choices"]]
     assert "".join(deltas) == one
+    seeing.rests()
+
+
+def test_other_apis_answer_as_the_chat_does(seeing: Server) -> None:
+    """OpenAI's client by /v1/responses; of /v1/messages its bodies, as its client is elsewhere."""
+    parts = [text("What is "), part(noise(40, 56, 6)), text("?")]
+    chats = ask(seeing, *parts, ignore_eos=False).json()
+    [choice], used = chats["choices"], chats["usage"]
+    base = f"{seeing.url}/v1"
+    client: Any = openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=limit(60))
+    body = responses(*parts)[1] | {"include": ["message.output_text.logprobs"]}
+    whole = client.responses.create(**body)
+    *_, last = client.responses.create(**body, stream=True)
+    [output] = whole.output[0].content
+    assert whole.output_text == last.response.output_text == choice["message"]["content"]
+    theirs = [each["logprob"] for each in choice["logprobs"]["content"]]
+    assert len(theirs) == used["completion_tokens"] > 1
+    assert [each.logprob for each in output.logprobs] == pytest.approx(theirs, abs=1e-3)
+    for usage in (whole.usage, last.response.usage):
+        assert usage.input_tokens == used["prompt_tokens"]
+        assert usage.input_tokens_details.image_tokens == 5 * 7
+    address = [{"type": "input_image", "image_url": "https://example.com/a.png", "detail": "auto"}]
+    with pytest.raises(openai.BadRequestError, match="fetches nothing") as refused:
+        client.responses.create(**body | {"input": [{"role": "user", "content": address}]})
+    assert refused.value.param == "input[0].content[0].image_url"
+
+    path, asked = messages(*parts)
+    answer = seeing.client.post(seeing.url + path, json=asked, timeout=limit(60)).json()
+    assert "".join(b["text"] for b in answer["content"]) == choice["message"]["content"]
+    usage = answer["usage"]
+    counted = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert (counted, usage["output_tokens"]) == (used["prompt_tokens"], used["completion_tokens"])
+    stream = {**asked, "stream": True}
+    events = seeing.client.post(seeing.url + path, json=stream, timeout=limit(60)).text
+    deltas = re.findall(r"^data: (\{.*text_delta.*)$", events, re.M)
+    texts = [json.loads(delta)["delta"]["text"] for delta in deltas]
+    assert "".join(texts) == choice["message"]["content"]
     seeing.rests()
 
 

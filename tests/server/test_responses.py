@@ -156,6 +156,21 @@ WRONG: list[tuple[Fields, str, str]] = [
     ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", "invalid_value"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].image_url",
+        "missing_required_parameter",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+        "input[0].content[0].file_id",
+        "unsupported_value",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+        "input[0].content[0].type",
+        "unsupported_value",
+    ),
+    (
+        {"input": [{"role": "system", "content": [{"type": "input_image", "image_url": "data:"}]}]},
         "input[0].content[0].type",
         "unsupported_value",
     ),

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from kvline_server.http.content import Content
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.fields import Fields, named
 from kvline_server.http.protocol import anthropic as kinds
@@ -16,7 +17,8 @@ from kvline_server.http.protocol.strict import kind_of, parse, parse_at
 from kvline_server.http.protocol.tools import check_left_out
 
 Object = dict[str, Any]
-Placed = tuple[str, Object, list[str]]  # a message, with its place and those of its calls
+# A message with its place, and those of its calls and images by where they are in it.
+Placed = tuple[str, Object, dict[str, str]]
 # Begins a text that Claude Code puts first, and that differs in each request: with it no prompt
 # would be in the prefix cache.
 BILLING = "x-anthropic-billing-header"
@@ -107,9 +109,9 @@ def _tools(given: list[Any]) -> Iterator[tuple[str, Object]]:
 def _items(messages: list[Placed]) -> dict[str, str]:
     """Their places by the chat's."""
     items = {}
-    for index, (at, _, calls) in enumerate(messages):
+    for index, (at, _, parts) in enumerate(messages):
         items[f"messages[{index}]"] = at
-        items |= {f"messages[{index}].tool_calls[{i}]": place for i, place in enumerate(calls)}
+        items |= {f"messages[{index}]{part}": place for part, place in parts.items()}
     return items
 
 
@@ -120,15 +122,15 @@ def _messages(request: CountTokensRequest) -> Iterator[Placed]:
             first = first.partition("\n")[2]
         system = "\n\n".join(text for text in (first, *others) if text)
         if system:
-            yield "system", {"role": "system", "content": system}, []
+            yield "system", {"role": "system", "content": system}, {}
     for index, given in enumerate(request.messages):
         at = f"messages[{index}]"
         message = parse_at(kinds.AnthropicMessage, given, at)
         if isinstance(message.content, str):
-            yield at, {"role": message.role, "content": message.content}, []
+            yield at, {"role": message.role, "content": message.content}, {}
         elif message.role == "system":
             text = "".join(_texts(message.content, f"{at}.content"))
-            yield at, {"role": "system", "content": text}, []
+            yield at, {"role": "system", "content": text}, {}
         elif message.role == "user":
             yield from _of_user(message.content, at)
         else:
@@ -137,36 +139,60 @@ def _messages(request: CountTokensRequest) -> Iterator[Placed]:
 
 def _of_user(blocks: list[Any], at: str) -> Iterator[Placed]:
     """Results of tools are messages of their own."""
-    texts: list[str] = []
+    written: Content | None = None if blocks else Content()
     for index, block in enumerate(blocks):
         place = f"{at}.content[{index}]"
-        if isinstance(block, dict) and block.get("type") == "tool_result":
-            if texts:
-                yield at, {"role": "user", "content": "".join(texts)}, []
-                texts = []
+        if kind_of(block) == "tool_result":
+            if written is not None:
+                yield _placed(at, {"role": "user"}, written)
+                written = None
             read = parse_at(kinds.ToolResultBlock, block, place)
-            text = "".join(_texts(read.content or "", f"{place}.content"))
-            if read.is_error:  # no template has a place for it
-                text = f"{FAILED}: {text}" if text else FAILED
-            result = {"role": "tool", "tool_call_id": read.tool_use_id, "content": text}
-            yield place, result, []
+            result = {"role": "tool", "tool_call_id": read.tool_use_id}
+            yield _placed(place, result, _result(read, f"{place}.content"))
         else:
-            texts.append(_text(block, place))
-    if texts or not blocks:
-        yield at, {"role": "user", "content": "".join(texts)}, []
+            if written is None:
+                written = Content()
+            _add(written, block, place)
+    if written is not None:
+        yield _placed(at, {"role": "user"}, written)
+
+
+def _result(block: kinds.ToolResultBlock, at: str) -> Content:
+    made, content = Content(), block.content or ""
+    if isinstance(content, str):
+        made.text(content)
+    else:
+        for index, each in enumerate(content):
+            _add(made, each, f"{at}[{index}]")
+    if block.is_error:  # no template has a place for it
+        made.begin(f"{FAILED}: " if made else FAILED)
+    return made
+
+
+def _add(content: Content, block: Any, at: str) -> None:
+    if kind_of(block) == "image":
+        source = parse_at(kinds.ImageBlock, block, at).source
+        content.image(f"data:{source.media_type};base64,{source.data}", f"{at}.source")
+    else:
+        content.text(_text(block, at))
+
+
+def _placed(at: str, message: Object, content: Content) -> Placed:
+    whole, images = content.whole()
+    return at, message | {"content": whole}, images
 
 
 def _of_assistant(blocks: list[Any], at: str) -> Placed:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Object] = []
-    places: list[str] = []
+    places: dict[str, str] = {}
     for index, block in enumerate(blocks):
         place = f"{at}.content[{index}]"
         kind = kind_of(block)
         if kind == "tool_use":
+            places[f".tool_calls[{len(calls)}]"] = place
             calls.append(_call(parse_at(kinds.ToolUseBlock, block, place)))
-            places.append(place)
         elif kind == "thinking":
             thoughts.append(parse_at(kinds.ThinkingBlock, block, place).thinking)
         elif kind == "redacted_thinking":

@@ -44,7 +44,8 @@ class Chat(Route[ChatRequest]):
         request, chat = self.request, self.generator.chat
         self.model = chat.answering
         self.files = image_parts.read(request.messages, self.generator.images)
-        self.rendered = chat.render(rendered(request.messages), asked(request))
+        with image_parts.written(self.files):
+            self.rendered = chat.render(rendered(request.messages), asked(request))
         self.reading = reading(request, self.model, self.rendered[0])
         request.messages, request.documents, request.tools = [], None, None  # they take memory
         return self.rendered
@@ -57,7 +58,8 @@ class Chat(Route[ChatRequest]):
         assert chat is not None
         most, images = self.limits.max_model_len, self.generator.images
         if self.files and images is not None:
-            ids, self.placed = images.tokenise(chat, rendered, most, self.files)
+            with image_parts.written(self.files):
+                ids, self.placed = images.tokenise(chat, rendered, most, self.files)
             self.image_tokens = sum(file.grid.tokens for file in self.files)
         else:
             ids = chat.tokenise(rendered, most)

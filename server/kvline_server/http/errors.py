@@ -3,6 +3,7 @@ where OpenAI has one, and null where it has none.
 
 ApiError
 ├── BadRequest     400  names the field
+│   └── NotRendered     by a chat template
 ├── Unauthorized   401
 ├── NotFound       404
 ├── NotAllowed     405
@@ -65,6 +66,10 @@ class BadRequest(ApiError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param, code or ("invalid_value" if param else None))
+
+
+class NotRendered(BadRequest):
+    """A chat template failed, or left out what it was given."""
 
 
 class Unauthorized(ApiError):

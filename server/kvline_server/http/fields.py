@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from kvline_server.http.errors import BadRequest, NoGrammar
 
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
-_MESSAGE = re.compile(r"(messages\[\d+\])(?:\.tool_calls\[\d+\])?")
+_PART = r"\.tool_calls\[\d+\]|\.content\[\d+\]\.image_url"
+_MESSAGE = re.compile(rf"(messages\[\d+\])(?:{_PART})?")
 _WHOLE = ("messages", "prompt")  # what comes from no item of the client's
 Field = Callable[[str], str]
 
@@ -22,7 +23,7 @@ class Fields:
     names: Mapping[str, str]  # by the chat's
     parameters: str  # of a tool
     tools: list[str]  # by the chat's index: some were left out, or in groups
-    items: Mapping[str, str]  # by the chat's message, and by a call in one
+    items: Mapping[str, str]  # by the chat's message, and by a call or an image in one
 
     def of(self, param: str, /) -> str:
         found = _TOOL.fullmatch(param)

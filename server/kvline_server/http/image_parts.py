@@ -5,9 +5,11 @@ Imports no decoder: a server of text alone has none in its memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvline_server.http.errors import BadRequest
+from kvline_server.http.errors import BadRequest, NotRendered
 from kvline_server.http.protocol.messages import ChatMessage, ImagePart
 from kvline_server.images.bounds import ImageRefused
 
@@ -24,7 +26,7 @@ def read(messages: list[ChatMessage], images: Images | None) -> list[File]:
     """The files of all images, in their order; their URLs are dropped. Takes as long as their
     bytes do, so it runs off the event loop. Raises BadRequest."""
     parts = [
-        (f"messages[{index}].content[{at}].image_url", part)
+        (f"messages[{index}].content[{at}].image_url", part, message.role == "tool")
         for index, message in enumerate(messages)
         if isinstance(message.content, list)
         for at, part in enumerate(message.content)
@@ -39,15 +41,30 @@ def read(messages: list[ChatMessage], images: Images | None) -> list[File]:
         images.bounds.check_count(len(parts))
     except ImageRefused as refused:
         raise BadRequest(f"messages: {refused}", "messages") from None
-    return [_file(name, part, images) for name, part in parts]
+    return [_file(images, *part) for part in parts]
 
 
-def _file(name: str, part: ImagePart, images: Images) -> File:
+def _file(images: Images, name: str, part: ImagePart, of_tool: bool) -> File:
     url, part.image_url.url = part.image_url.url, ""
     try:
-        return images.file(name, url, part.image_url.detail)
+        return images.file(name, url, part.image_url.detail, of_tool)
     except ImageRefused as invalid:
         raise refused(name, invalid) from None
+
+
+@contextmanager
+def written(files: Sequence[File]) -> Iterator[None]:
+    """What a template does wrong is an error of the first image in a tool's result: not all of them
+    write some there."""
+    try:
+        yield
+    except NotRendered as failed:
+        first = next((file.name for file in files if file.of_tool), None)
+        if first is None:
+            raise
+        why = failed.message.removeprefix("messages: ")
+        advice = "it may take no images in a tool's result: send them in a user's message"
+        raise BadRequest(f"{first}: {why}; {advice}", first) from None
 
 
 def refused(name: str, why: ImageRefused) -> BadRequest:

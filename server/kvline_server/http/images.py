@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvline_contract.report import Effective
 from kvline_server.http.chat_tokens import ChatTokens, Rendered
-from kvline_server.http.errors import BadRequest
+from kvline_server.http.errors import NotRendered
 from kvline_server.http.image_store import Store
 from kvline_server.http.tokens import Tokens
 from kvline_server.images.bounds import Bounds, ImageRefused
@@ -37,6 +37,7 @@ class File:
     key: bytes  # of its bytes, and what they are resized to
     work: int  # bytes that decoding takes
     url_bytes: int  # that its URL had
+    of_tool: bool = False  # whether it is in a tool's result
 
     @property
     def size(self) -> tuple[int, int]:
@@ -74,7 +75,7 @@ class Images:
     token: ImageToken
     store: Store
 
-    def file(self, name: str, url: str, detail: str) -> File:
+    def file(self, name: str, url: str, detail: str, of_tool: bool = False) -> File:
         """Raises ImageRefused. Decodes nothing."""
         processor = self.processor.detailed(detail)
         data = image_bytes(url, self.bounds)
@@ -87,18 +88,18 @@ class Images:
             )
         grid = processor.grid(*container.upright)
         key = file_digest(data, processor)  # whole: a container's data has lost which side is up
-        return File(name, container, processor, grid, key, work, len(url))
+        return File(name, container, processor, grid, key, work, len(url), of_tool)
 
     def tokenise(
         self, chat: ChatTokens, rendered: Rendered, most: int, files: Sequence[File]
     ) -> tuple[list[int], tuple[Placed, ...]]:
         """A prompt with all tokens of its images, and where these are. Raises as ChatTokens does,
-        and BadRequest where the template wrote another number of images."""
+        and NotRendered where the template wrote another number of images."""
         ids = chat.tokenise(self.token.written(rendered), most)
         try:
             prompt, placed = expand(ids, self.token.id, [file.grid for file in files])
         except ImageRefused as refused:
-            raise BadRequest(f"messages: {refused}", "messages") from None
+            raise NotRendered(f"messages: {refused}", "messages") from None
         return prompt.tolist(), placed
 
 

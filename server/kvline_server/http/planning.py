@@ -45,7 +45,7 @@ async def plan(
     )
     stack.enter_context(service.admission.request())
     renders, body = issubclass(route, Chat), stack.enter_context(service.bodies.hold())
-    raw = await read_json(request, body, _largest(service) if renders else MAX_BODY_BYTES)
+    raw = await read_json(request, body, service.largest_chat if renders else MAX_BODY_BYTES)
     arrived = time.monotonic()
     async with service.rendering if renders else nullcontext():
         turn = service.bodies.turn(len(raw))
@@ -78,12 +78,6 @@ async def plan(
         if isinstance(work, Chat) and work.files:
             await _decode(service, request, stack, work, body)
     return work, jobs, room
-
-
-def _largest(service: Service) -> int:
-    """Bytes of a chat's body."""
-    taken = service.generator.images is not None
-    return service.bodies.limits.image_body_bytes if taken else MAX_BODY_BYTES
 
 
 async def _decode(

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from kvline_server.errors import InvalidFrame
-from kvline_server.http.errors import BadRequest
+from kvline_server.http.errors import NotRendered
 from kvline_server.http.rendered import OK, unpacked
 from kvline_server.ipc import frames
 
@@ -160,7 +160,7 @@ class Renderers:
         with self._borrowed() as renderer:
             done, answer = renderer.render(job)
         if not done:
-            raise BadRequest(f"{self.title} {answer.decode()}", "messages")
+            raise NotRendered(f"{self.title} {answer.decode()}", "messages")
         return unpacked(answer)
 
     @contextlib.contextmanager

@@ -163,9 +163,10 @@ def _plain(choice: Any) -> Any:
 
 
 def _usage(used: Used) -> Object:
+    images = {"image_tokens": used.images} if used.images else {}
     return {
         "input_tokens": used.prompt,
-        "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0, **images},
         "output_tokens": used.output,
         "output_tokens_details": {"reasoning_tokens": used.reasoning},
         "total_tokens": used.prompt + used.output,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvline_server.http.content import Content
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.fields import Fields, named
 from kvline_server.http.protocol import responses as kinds
@@ -111,9 +112,9 @@ def _messages(request: ResponsesRequest, names: Names) -> tuple[list[Object], di
     """-> the chat's messages; which item each, and each call in one, comes from"""
     made = _Messages()
     if request.instructions:
-        made.add("system", request.instructions, "instructions")
+        made.add("system", Content(request.instructions), "instructions")
     if isinstance(request.input, str):
-        made.add("user", request.input, "input")
+        made.add("user", Content(request.input), "input")
     else:
         for index, item in enumerate(request.input):
             _item(made, item, f"input[{index}]")
@@ -124,18 +125,18 @@ def _item(made: _Messages, item: Any, at: str) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     if kind == "message":
         message = parse_at(kinds.MessageItem, item, at)
-        text = _text(message.content, f"{at}.content")
+        content = _content(message.content, f"{at}.content", images=message.role == "user")
         if message.role == "assistant":
-            made.wrote(text, at)
+            made.wrote(content, at)
         else:
-            made.add("user" if message.role == "user" else "system", text, at)
+            made.add("user" if message.role == "user" else "system", content, at)
     elif kind == "function_call":
         call = parse_at(kinds.FunctionCall, item, at)
         function = {"name": _called(call.namespace, call.name), "arguments": call.arguments}
         made.called({"id": call.call_id, "type": "function", "function": function}, at)
     elif kind == "function_call_output":
         result = parse_at(kinds.FunctionCallOutput, item, at)
-        made.result(result.call_id, _text(result.output, f"{at}.output"), at)
+        made.result(result.call_id, _content(result.output, f"{at}.output", images=True), at)
     elif kind == "reasoning":
         thought = parse_at(kinds.ReasoningItem, item, at)
         made.thought("".join(part.text for part in thought.content or thought.summary), at)
@@ -143,21 +144,29 @@ def _item(made: _Messages, item: Any, at: str) -> None:
         raise _unsupported(f"{at}.type", "this kind of item is not supported here")
 
 
-def _text(content: str | list[Any], at: str) -> str:
+def _content(content: str | list[Any], at: str, *, images: bool) -> Content:
+    """`images`: whether it may have some."""
     if isinstance(content, str):
-        return content
-    texts = []
+        return Content(content)
+    made = Content()
     for index, part in enumerate(content):
         place = f"{at}[{index}]"
         kind = kind_of(part)
-        if kind and kind.startswith(("input_", "computer_")) and kind != "input_text":
-            what = f"{kind[:40]} is not supported here; only text parts are taken"
+        if kind == "input_image" and images:
+            image = parse_at(kinds.InputImage, part, place)
+            detail = "high" if image.detail == "original" else image.detail
+            made.image(image.image_url, f"{place}.image_url", detail)
+        elif kind == "input_image":
+            what = "only a user's message and a function's output have images"
             raise _unsupported(f"{place}.type", what)
-        if kind == "refusal":
-            texts.append(parse_at(kinds.RefusalPart, part, place).refusal)
+        elif kind and kind.startswith(("input_", "computer_")) and kind != "input_text":
+            what = f"{kind[:40]} is not supported here; only text and input_image parts are taken"
+            raise _unsupported(f"{place}.type", what)
+        elif kind == "refusal":
+            made.text(parse_at(kinds.RefusalPart, part, place).refusal)
         else:
-            texts.append(parse_at(kinds.Part, part, place).text)
-    return "".join(texts)
+            made.text(parse_at(kinds.Part, part, place).text)
+    return made
 
 
 def _unsupported(place: str, what: str) -> BadRequest:
@@ -170,21 +179,20 @@ class _Messages:
 
     def __init__(self) -> None:
         self._all: list[Object] = []
-        self.items: dict[str, str] = {}  # where each message began, and each call in one
+        self.items: dict[str, str] = {}  # where each message began, each call and image in one
         self._system = True  # there are no other messages yet
 
-    def add(self, role: str, text: str, at: str) -> None:
+    def add(self, role: str, content: Content, at: str) -> None:
         """System texts at the start are one message: templates have one place for it."""
         if role == "system" and self._system and self._all:
-            self._all[-1]["content"] += ["\n\n", text]
+            self._all[-1]["content"].text("\n\n")
+            self._all[-1]["content"].extend(content)
         else:
             self._system &= role == "system"
-            self._append({"role": role, "content": [text]}, at)
+            self._append({"role": role, "content": content}, at)
 
-    def wrote(self, text: str, at: str) -> None:
-        texts = self._answer(at, "tool_calls").setdefault("content", [])
-        if text:
-            texts.append(text)
+    def wrote(self, content: Content, at: str) -> None:
+        self._answer(at, "tool_calls").setdefault("content", Content()).extend(content)
 
     def thought(self, text: str, at: str) -> None:
         if text:
@@ -195,14 +203,15 @@ class _Messages:
         self.items[f"messages[{len(self._all) - 1}].tool_calls[{len(calls)}]"] = at
         calls.append(call)
 
-    def result(self, id: str, text: str, at: str) -> None:
+    def result(self, id: str, content: Content, at: str) -> None:
         self._system = False
-        self._append({"role": "tool", "tool_call_id": id, "content": [text]}, at)
+        self._append({"role": "tool", "tool_call_id": id, "content": content}, at)
 
     def whole(self) -> list[Object]:
-        for message in self._all:
-            texts = message.get("content")
-            message["content"] = None if texts is None else "".join(texts)
+        for index, message in enumerate(self._all):
+            if (content := message.get("content")) is not None:
+                message["content"], images = content.whole()
+                self.items |= {f"messages[{index}]{part}": at for part, at in images.items()}
             if "reasoning" in message:
                 message["reasoning"] = "".join(message["reasoning"])
         return self._all

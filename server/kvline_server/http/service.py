@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from kvline_server.grammars.compiler import Compiler
 from kvline_server.http.admission import Admission
-from kvline_server.http.body import Bodies
+from kvline_server.http.body import MAX_BODY_BYTES, Bodies
 from kvline_server.http.errors import NotFound
 from kvline_server.http.generate import Generator, RequestLimits
 
@@ -30,6 +30,12 @@ class Service:
     def __post_init__(self) -> None:
         chat = self.generator.chat
         self.rendering = asyncio.Semaphore(chat.processes if chat is not None else 1)
+
+    @property
+    def largest_chat(self) -> int:
+        """Bytes of a body that has one."""
+        taken = self.generator.images is not None
+        return self.bodies.limits.image_body_bytes if taken else MAX_BODY_BYTES
 
     def check_model(self, name: str) -> None:
         if name != self.limits.served_name:

@@ -19,6 +19,7 @@ from kvline_server.http.anthropic_request import to_chat
 from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.conversation import asked, rendered
 from kvline_server.http.errors import BadRequest
+from kvline_server.http.fields import Field, named
 from kvline_server.http.later import Later
 from kvline_server.http.protocol.anthropic import CountTokensRequest
 from kvline_server.http.protocol.chat import Conversation
@@ -51,21 +52,27 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Anthropic's."""
+    field: Field = str
 
     def read(value: dict[str, Any]) -> Conversation:
         body = parse(CountTokensRequest, value)
         service.check_model(body.model)
-        return to_chat(body)[0]
+        nonlocal field
+        chat, fields = to_chat(body)
+        field = fields.of
+        return chat
 
     with ExitStack() as stack:
         raw = await _received(service, request, stack)
-        _, ids = await _of_chat(service, raw, read)
+        with named(lambda name: field(name)):
+            _, ids = await _of_chat(service, raw, read)
         return await respond(lambda: {"input_tokens": len(ids)}, stack)
 
 
 async def _received(service: Service, request: Request, stack: ExitStack) -> bytearray:
     stack.enter_context(service.admission.request())
-    return await read_json(request, stack.enter_context(service.bodies.hold()))
+    body = stack.enter_context(service.bodies.hold())
+    return await read_json(request, body, service.largest_chat)
 
 
 async def _of_text(service: Service, raw: bytearray) -> tuple[TokenizeText, Ids] | None:
@@ -140,11 +147,13 @@ def _prepared(service: Service, body: Conversation) -> Callable[[], Ids]:
         raise BadRequest("this model has no tokenizer")
     images = service.generator.images
     files = image_parts.read(body.messages, images)
-    made = chat.render(rendered(body.messages), asked(body))
+    with image_parts.written(files):
+        made = chat.render(rendered(body.messages), asked(body))
 
     def tokenised() -> Ids:
         if files and images is not None:
-            return np.array(images.tokenise(chat, made, most, files)[0], np.int32)
+            with image_parts.written(files):
+                return np.array(images.tokenise(chat, made, most, files)[0], np.int32)
         return np.array(chat.tokenise(made, most), np.int32)
 
     return tokenised

@@ -39,6 +39,7 @@ class Used:
     cached: int = 0  # of the prompt
     output: int = 0
     reasoning: int = 0  # of the output
+    images: int = 0  # of the prompt
 
 
 class Translation(Protocol):
@@ -108,13 +109,13 @@ async def _pieces(
     async with aclosing(pieces):
         async for piece in pieces:
             total.count(piece)
-            yield made.write(piece, _used(prompt, total))
+            yield made.write(piece, _used(work, prompt, total))
             room.keep(made.kept())
-    yield made.end(_used(prompt, total))
+    yield made.end(_used(work, prompt, total))
 
 
-def _used(prompt: list[int], total: Answer) -> Used:
-    return Used(len(prompt), total.cached, total.tokens, total.reasoning)
+def _used(work: Chat, prompt: list[int], total: Answer) -> Used:
+    return Used(len(prompt), total.cached, total.tokens, total.reasoning, work.image_tokens)
 
 
 async def _stream(

@@ -1,5 +1,5 @@
 """Attention of encoders on a GPU, by torch's kernel for sequences of any lengths: FlashInfer has
-none for heads of 72 and 80. Not run on a GPU yet (docs/status.md)."""
+none for heads of 72 and 80."""
 
 from __future__ import annotations
 

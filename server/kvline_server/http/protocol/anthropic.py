@@ -12,10 +12,18 @@ from kvline_server.http.protocol.chat import MAX_MESSAGES
 from kvline_server.http.protocol.constraints import check_schema
 from kvline_server.http.protocol.generation import MAX_ASKED, MAX_STOPS, StopText
 from kvline_server.http.protocol.messages import CallId
-from kvline_server.http.protocol.strict import WHOLE, CacheControl, Label, Strict
+from kvline_server.http.protocol.strict import WHOLE, CacheControl, Label, Strict, kind_of
 from kvline_server.http.protocol.tools import MAX_TOOLS, ToolName
+from kvline_server.http.validation import UnsupportedValue
 
 MAX_BLOCKS = 1024
+# How base64 of a file of each type begins.
+BEGINS = {
+    "image/jpeg": "/9j/",
+    "image/png": "iVBORw0KGgo",
+    "image/gif": "R0lGOD",
+    "image/webp": "UklGR",
+}
 
 Blocks = str | Annotated[list[Any], Field(max_length=MAX_BLOCKS)]
 
@@ -30,6 +38,36 @@ class TextBlock(Strict):
     text: str
     cache_control: CacheControl | None = None
     citations: Any = None  # of an answer that had some
+
+
+class ImageSource(Strict):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str  # images.url reads it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _itself(cls, value: Any) -> Any:
+        if (kind := kind_of(value)) in ("url", "file"):
+            why = "fetches nothing from addresses" if kind == "url" else "keeps no files"
+            raise UnsupportedValue(
+                f"type: {kind} is not supported here: this server {why}; send the image as base64"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> ImageSource:
+        """As in Anthropic's API, which takes no image under the name of another type."""
+        found = (kind for kind, start in BEGINS.items() if self.data.startswith(start))
+        if (kind := next(found, self.media_type)) != self.media_type:
+            raise ValueError(f"media_type: must be {kind}, as the data is, not {self.media_type}")
+        return self
+
+
+class ImageBlock(Strict):
+    type: Literal["image"]
+    source: ImageSource
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(Strict):

@@ -10,7 +10,7 @@ from kvline_server.http import neutral
 from kvline_server.http.protocol.strict import WHOLE, CacheControl, Strict, kind_of
 from kvline_server.http.validation import UnsupportedValue
 
-MAX_CALLS = 128  # of one message
+MAX_CALLS, MAX_PARTS = 128, 1024  # of one message
 OTHER_PARTS = {"input_audio", "file", "refusal", "video_url", "audio_url"}
 
 Name = Annotated[str, Field(max_length=128)]
@@ -75,7 +75,7 @@ class ChatMessage(Strict):
     ignored = neutral.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Field(min_length=1, max_length=64)] | None = None
+    content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: CallId | None = None
@@ -102,8 +102,10 @@ class ChatMessage(Strict):
         for name in ("tool_calls", "reasoning", "reasoning_content"):
             if getattr(self, name) and self.role != "assistant":
                 raise ValueError(f"{name}: only an assistant's message has it")
-        if self.role != "user" and (at := self._first_image()) is not None:
-            wrong = f"only a user's message has images, and this is of role {self.role}"
+        if self.role not in ("user", "tool") and (at := self._first_image()) is not None:
+            wrong = (
+                f"only messages of a user or a tool have images, and this is of role {self.role}"
+            )
             raise UnsupportedValue(f"content[{at}].image_url: {wrong}")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id: a tool's message has it, and no other")

@@ -118,6 +118,20 @@ class Part(Strict):
     logprobs: Any = None
 
 
+class InputImage(Strict):
+    type: Literal["input_image"]
+    image_url: str  # images.url reads it
+    detail: Literal["low", "high", "auto", "original"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_file(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("file_id") is not None:
+            what = "this server keeps no files; send the image itself, as a data: URL in image_url"
+            raise UnsupportedValue(f"file_id: {what}")
+        return value
+
+
 class RefusalPart(Strict):
     type: Literal["refusal"]
     refusal: str
