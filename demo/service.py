@@ -113,11 +113,12 @@ class Service:
             mib = part["mib"]
             start, at = at, at + mib
             bar = " " * round(40 * start / total) + "#" * max(1, round(40 * mib / total))
-            print(f"      {part['name']:<12}{mib:>6} MiB  {bar if mib else ''}")
-        print(f"      {'limit':<12}{total:>6} MiB  {'-' * 40}")
+            print(f"      {part['name']:<15}{mib:>6} MiB  {bar if mib else ''}")
+        print(f"      {'limit':<15}{total:>6} MiB  {'-' * 40}")
+        longest = capacity["fullLengthSequences"]
         print(
             f"      {capacity['kvTokens']} KV tokens of {capacity['bytesPerToken']} bytes, "
-            f"{capacity['fullLengthSequences']} full-length sequences, "
+            f"{longest} full-length sequence{'' if longest == 1 else 's'}, "
             f"validated in attempt {capacity['attempts']}"
         )
 
