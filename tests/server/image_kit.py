@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.loop import EngineProcess
 from kvline_server.http.image_store import Store
 from kvline_server.http.images import open_images
+from kvline_server.images.digests import digest
 from kvline_server.ipc import messages
 from kvline_server.ipc.messages import Channel, Released, Submit
 from kvline_server.ipc.pixels import PAGE, Places, create
@@ -43,6 +44,7 @@ from kvline_server.options.arguments import EngineArguments
 from kvline_server.options.clients import ClientLimits
 from kvline_server.options.options import Options
 from kvline_server.parallel.executor import Local
+from kvline_server.worker.encoder import Image
 from kvline_server.worker.worker import Worker
 
 IMAGE, LARGE = noise(16, 24, 1), noise(64, 64, 4)  # of one page, and of three
@@ -94,9 +96,12 @@ class Recording:
         self.begun: list[list[np.ndarray]] = []
         self.fails: Exception | None = None
 
-    def begin(self, images: list[np.ndarray], rows: np.ndarray) -> None:
+    def begin(self, given: Sequence[Image], rows: np.ndarray) -> list[int]:
         if self.fails is not None:
             raise self.fails
+        if wrong := [at for at, each in enumerate(given) if digest(each.pixels) != each.digest]:
+            return wrong
+        images = [each.pixels for each in given]
         self.begun.append([image.copy() for image in images])
         counts = [i.shape[0] * i.shape[1] // SIDE**2 for i in images]
         assert sum(counts) == len(rows)
@@ -107,6 +112,7 @@ class Recording:
             values = torch.randn((count, self.table.shape[1]), generator=made)
             self.table[torch.from_numpy(rows[start : start + count])] = values
         self.left = self.passes
+        return []
 
     def run(self, layers: int) -> bool:
         self.left -= 1

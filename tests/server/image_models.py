@@ -24,7 +24,8 @@ from kvline_server.memory.states import BOUNDARY, StatePool
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.loader import SafetensorsSource, load_weights
-from kvline_server.parallel.executor import Local
+from kvline_server.model.shard import Shard, local
+from kvline_server.parallel.executor import Executor, Local
 from kvline_server.worker.encoder import Encoder
 from kvline_server.worker.worker import Worker
 
@@ -45,18 +46,60 @@ def engine(
     draft_tokens: int = 0,
     mixed: int | None = None,
 ) -> Engine:
-    own = vision_models.saved(family)
-    config, vision, kernels = read_config(own.folder), own.config, kernels or TorchKernels()
-    bounds = bounds or Bounds.of(64, step, BOUNDARY if config.recurrent else 1)
-    source = SafetensorsSource(own.folder)
-    weights = load_weights(source, config, kernels, vision=vision, encoded=bounds.cached)
-    decoder = Decoder(config, weights, model_len, kernels, step, len(vision.deepstack))
+    kernels, bounds = kernels or TorchKernels(), bounds or bounds_of(family, step)
+    rows = decode_rows(running, step, draft_tokens)
+    alone = rank_of(family, kernels, bounds, step, running, pages, model_len, rows)
+    found = over(alone, family, bounds, step, running, model_len, draft_tokens, mixed)
+    if found.speculation is not None:
+        found.speculation.costs = Free()
+    return found
+
+
+def bounds_of(family: str, step: int) -> Bounds:
+    recurrent = read_config(vision_models.saved(family).folder).recurrent
+    return Bounds.of(64, step, BOUNDARY if recurrent else 1)
+
+
+def rank_of(
+    family: str,
+    kernels: TorchKernels,
+    bounds: Bounds,
+    step: int,
+    running: int,
+    pages: int,
+    model_len: int,
+    rows: int,
+) -> Local:
+    """The rank of the kernels' group."""
+    own, shard = vision_models.saved(family), Shard(kernels.group.rank, kernels.group.ranks)
+    config, vision, source = read_config(own.folder), own.config, SafetensorsSource(own.folder)
+    weights = load_weights(
+        source, config, kernels, shard=shard, vision=vision, encoded=bounds.cached
+    )
+    mine = local(config, shard)
+    decoder = Decoder(mine, weights, model_len, kernels, step, len(vision.deepstack))
     assert weights.tower is not None
     encoder = Encoder(weights.tower, decoder, vision_models.BY)
     arena = mapped(decoder, model_len, pages, slots=1 + running + 8)
-    rows = decode_rows(running, step, draft_tokens)
-    found = Engine(
-        Local(Worker(decoder, arena, 64, running, rows), cpu_device(None, os.getpid())),
+    worker = Worker(decoder, arena, 64, running, rows)
+    return Local(worker, cpu_device(None, os.getpid()), encoder)
+
+
+def over(
+    executor: Executor,
+    family: str,
+    bounds: Bounds,
+    step: int,
+    running: int,
+    model_len: int,
+    draft_tokens: int = 0,
+    mixed: int | None = None,
+) -> Engine:
+    own = vision_models.saved(family)
+    config = read_config(own.folder)
+    assert executor.encoder is not None
+    return Engine(
+        executor,
         running,
         step,
         model_len,
@@ -64,11 +107,15 @@ def engine(
         mixed,
         draft_tokens=draft_tokens,
         states=StatePool(running, 8) if config.recurrent else None,
-        encoding=Encoding(encoder, bounds, step, config.vocabulary, vision.two_way),
+        encoding=Encoding(
+            executor.encoder,
+            bounds,
+            step,
+            config.vocabulary,
+            executor.ranks,
+            own.config.two_way,
+        ),
     )
-    if found.speculation is not None:
-        found.speculation.costs = Free()
-    return found
 
 
 def prompt(

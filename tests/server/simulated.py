@@ -57,6 +57,7 @@ class Machine:
     graphs: int = 0  # bytes that captured graphs take; capturing leaves as much to be settled
     scratch: int = 0  # bytes that meeting row counts leaves until memory is settled
     kills: bool = False
+    encoder: None = None
     gpu: bool = False
     name: str = "simulated"
     driver: str = "0"
@@ -239,6 +240,7 @@ class Together:
         self.apart = False
         self.rehearsed: Step | None = None
 
+    encoder: None = None
     windows = (0,)
     vocabulary = 1000
 

@@ -3,6 +3,7 @@ images, alone and beside others, from the prefix cache and after preemption."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvline_server.engine.encoding import Bounds
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.ipc.messages import WRONG_PIXELS
 from kvline_server.model.decoder import Decoder
+from kvline_server.worker.encoder import Image
 from kvline_server.worker.graphs import graphs, steps
 
 TALL, WIDE, SMALL = picture(40, 24, 1), picture(16, 88, 2), picture(8, 8, 3)
@@ -145,9 +147,9 @@ class Watched:
         self.images: list[int] = []  # of each pass
         self.layers: list[int] = []  # of each slice; 0: all
 
-    def begin(self, images: list[np.ndarray], rows: np.ndarray) -> None:
+    def begin(self, images: Sequence[Image], rows: np.ndarray) -> list[int]:
         self.images.append(len(images))
-        self.encoder.begin(images, rows)
+        return self.encoder.begin(images, rows)
 
     def run(self, layers: int) -> bool:
         self.layers.append(layers)

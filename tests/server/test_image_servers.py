@@ -6,7 +6,10 @@ from __future__ import annotations
 import base64
 import json
 import re
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +31,32 @@ pytestmark = pytest.mark.process
 QUESTION = [{"role": "system", "content": "See."}]
 
 
+OPTIONS = EngineOptions(
+    max_model_len=256,
+    max_running_requests=4,
+    max_prefill_tokens=96,
+    images=Images.REQUIRED,
+    max_image_patches=256,
+    max_images_per_request=3,
+)
+PARTS = {"tower", "encoder-work", "encoder-cache"}
+
+
 @pytest.fixture(scope="module")
 def seeing(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = EngineOptions(
-        max_model_len=256,
-        max_running_requests=4,
-        max_prefill_tokens=96,
-        images=Images.REQUIRED,
-        max_image_patches=256,
-        max_images_per_request=3,
-    )
-    with serving(Server(image_model, tmp_path_factory.mktemp("seeing"), options)) as made:
+    with serving(Server(image_model, tmp_path_factory.mktemp("seeing"), OPTIONS)) as made:
         yield made
 
 
 def ask(server: Server, *parts: dict[str, Any], **more: Any) -> Any:
     body = chat(*parts, logprobs=True, **more)
     return server.client.post(f"{server.url}/v1/chat/completions", json=body, timeout=limit(60))
+
+
+def logprobs(answer: Any) -> list[float]:
+    """Of the tokens of its only choice."""
+    (choice,) = answer.json()["choices"]
+    return [each["logprob"] for each in choice["logprobs"]["content"]]
 
 
 @torch.inference_mode()
@@ -94,10 +106,8 @@ def test_answers_are_those_of_transformers_and_only_the_same_picture_is_cached(
         parts = [text("What is "), own, text(" and "), part(noise(17, 90, 3)), text("?")]
         answer = ask(seeing, *parts)
         assert answer.status_code == 200, answer.text
-        (choice,), usage = answer.json()["choices"], answer.json()["usage"]
-        values = [each["logprob"] for each in choice["logprobs"]["content"]]
-        assert values == pytest.approx(expected(image_model, parts), abs=1e-3)
-        details = usage["prompt_tokens_details"]
+        assert logprobs(answer) == pytest.approx(expected(image_model, parts), abs=1e-3)
+        details = answer.json()["usage"]["prompt_tokens_details"]
         assert details["image_tokens"] == 5 * 7 + 2 * 11
         cached.append(details["cached_tokens"])
     assert cached[0] == 0 and cached[1] == 16 and cached[2] >= 64
@@ -169,7 +179,7 @@ def test_what_is_refused_names_the_part_and_nothing_is_held(seeing: Server) -> N
 def test_the_report_has_the_encoders_parts_and_bounds(seeing: Server) -> None:
     report = seeing.probe("/sizing?version=3")[1]
     names = {part["name"] for part in report["result"]["ranks"][0]["parts"]}
-    assert {"tower", "encoder-work", "encoder-cache"} <= names
+    assert names >= PARTS
     bounds = report["effective"]["maxImagesPerRequest"], report["effective"]["maxImagePatches"]
     assert bounds == (3, 256)
     stages = {stage["name"]: stage for stage in report["stages"]}
@@ -195,3 +205,26 @@ def test_pictures_of_distinct_sizes_take_no_memory(seeing: Server) -> None:
         assert answer.status_code == 200, answer.text
     assert resident() - before < 24 << 20
     seeing.rests()
+
+
+def test_two_ranks_answer_as_transformers_and_each_has_the_encoders_parts(
+    image_model: Path, tmp_path: Path
+) -> None:
+    """Pictures in the memory of two HTTP processes, several in a pass and many at once."""
+    options = replace(OPTIONS, max_running_requests=8)
+    two = Server(image_model, tmp_path, options, gpus=2, http_processes=2)
+    with serving(two) as server, ThreadPoolExecutor(6) as pool:
+        asked = [
+            [part(noise(40, 56, seed)), text(" or "), part(noise(17, 90, seed + 9)), text("?")]
+            for seed in range(6)
+        ]
+        for own, answer in zip(asked, pool.map(lambda own: ask(server, *own), asked), strict=True):
+            assert answer.status_code == 200, answer.text
+            assert logprobs(answer) == pytest.approx(expected(image_model, own), abs=1e-3)
+        ranks = server.probe("/sizing?version=3")[1]["result"]["ranks"]
+        parts = [{part["name"]: part["mib"] for part in rank["parts"]} for rank in ranks]
+        assert [each.keys() >= PARTS for each in parts] == [True, True]
+        assert len({each["encoder-work"] for each in parts}) == 1
+        server.rests()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(20) == 0

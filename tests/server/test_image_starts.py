@@ -24,10 +24,12 @@ from kvline_contract.launch import CapacityOptions, Device, EngineOptions, Image
 from kvline_contract.memory import ENCODER_CACHE, ENCODER_WORK, TOWER
 from kvline_server.engine_process.start import LoadedRank, load_rank, start
 from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
+from kvline_server.images.digests import digest
 from kvline_server.ipc.messages import Progress
 from kvline_server.model.config import read_config
 from kvline_server.options.clients import ClientLimits
 from kvline_server.sizing import images
+from kvline_server.worker.encoder import Given
 
 LARGE = 8192 << 20  # has room beside what other tests left in the process
 LENGTH = 256
@@ -69,7 +71,7 @@ def loaded(folder: Path, heard: list[Any] | None = None, **engine: Any) -> Loade
 def test_an_encoder_has_its_bytes_for_good(folder: Path) -> None:
     heard: list[Any] = []
     made = loaded(folder, heard, max_image_patches=64, max_prefill_tokens=48)
-    sees, encoder = made.settings.images, made.loaded.encoder
+    sees, encoder = made.settings.images, made.local.encoder
     assert sees is not None and encoder is not None
     assert (sees.patches, sees.tokens, sees.per_request) == (64, 16, images.PER_REQUEST)
     parts = {part.name: part.fixed for part in made.loaded.owned}
@@ -88,7 +90,7 @@ def test_an_encoder_has_its_bytes_for_good(folder: Path) -> None:
     kept = made.settings.reserved() - text.settings.reserved()
     clients = ClientLimits().on(Device.CPU).image_memory()
     assert kept == stage.bytes + clients, "what its largest images take, and its clients'"
-    assert text.loaded.encoder is None and text.settings.encoder_bytes == 0
+    assert text.local.encoder is None and text.settings.encoder_bytes == 0
     assert not {TOWER, ENCODER_CACHE} & {part.name for part in text.loaded.owned}
     assert text.settings.effective(LENGTH).max_image_patches is None
     assert text.loaded.fingerprint != made.loaded.fingerprint
@@ -209,7 +211,7 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
     for given, device, why in (
         (gemma, Device.CUDA, "see those behind them, are served on CPUs only"),
         (text, Device.CPU, "no vision_config: the model is one of text"),
-        (folder, Device.CUDA, "one CPU rank at present"),
+        (folder, Device.CUDA, "on CPUs alone at present"),
     ):
         launch = replace(launch_config(given, required), device=device)
         model = read_config(given)
@@ -243,7 +245,7 @@ def test_files_that_lack_what_images_need_are_served_as_text_where_nobody_requir
         loaded(broken)
     heard: list[Any] = []
     made = loaded(broken, heard, images=Images.IF_SERVED)
-    assert made.settings.images is None and made.loaded.encoder is None
+    assert made.settings.images is None and made.local.encoder is None
     warnings = [m.warning for m in heard if isinstance(m, Progress) and m.warning]
     wanted = {
         "preprocessor": "preprocessor_config.json",
@@ -256,18 +258,18 @@ def test_files_that_lack_what_images_need_are_served_as_text_where_nobody_requir
 def test_slices_follow_what_the_largest_passes_took(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = loaded(folder).loaded.encoder
-    assert encoder is not None and 1 <= encoder.slice < 1 << 31
+    assert 1 < loaded(folder).settings.encoder_slice < 1 << 31
     monkeypatch.setattr(images, "SLICE_SECONDS", 1e-9)
-    slow = loaded(folder).loaded.encoder
-    assert slow is not None and slow.slice == 1
+    assert loaded(folder).settings.encoder_slice == 1
 
 
 def test_pixels_are_normalised_as_the_models_files_say(folder: Path) -> None:
-    encoder = loaded(folder).loaded.encoder
+    encoder = loaded(folder).local.encoder
     assert encoder is not None and encoder.normalisation == vision_models.BY
-    encoder.begin([picture(8, 8)], np.arange(1, dtype=np.int64))
+    drawn = picture(8, 8)
+    given = Given(1, digest(drawn), drawn)
+    assert not encoder.begin([given], np.arange(1, dtype=np.int64))
     assert encoder.run(0)
-    want = vision_models.rows(vision_models.loaded("qwen3_vl"), [picture(8, 8)])
+    want = vision_models.rows(vision_models.loaded("qwen3_vl"), [drawn])
     torch.testing.assert_close(encoder.embeddings[0], want[0, :48])
     torch.testing.assert_close(encoder.deepstack[:, 0].flatten(), want[0, 48:])

@@ -3,12 +3,13 @@ one that fails on any of them."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,6 +23,7 @@ from waiting import limit, within
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
 from kvline_server.ipc.messages import RankLoaded
+from kvline_server.ipc.pixels import PAGE, Place, create, shared_pixels
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
 from kvline_server.parallel.executor import Local, Usage
@@ -30,6 +32,7 @@ from kvline_server.parallel.join import follow, join
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.ranks import Ranks
 from kvline_server.parallel.wire import Steps
+from kvline_server.worker.encoder import Given, Image
 from kvline_server.worker.step import Constraints, InFlight, LogitsEdits, Step, TokenMasks
 
 SECONDS = limit(5)  # far more than any call of these takes
@@ -68,8 +71,10 @@ class FakeLocal:
     knows: bool = True  # the peaks of its steps
     constraints: list[Any] = field(default_factory=list)  # of steps that got them late
     ran: list[str] = field(default_factory=list)
+    begun: list[Any] = field(default_factory=list)  # passes of images
 
     def __post_init__(self) -> None:
+        self.encoder = self
         self.group = self.group or FakeGroup(self.rank, self.ranks)
         self.worker = self
         self.loaded = RankLoaded(
@@ -77,13 +82,15 @@ class FakeLocal:
             limit=self.limit,
             free_before=self.rank,
             collectives=-self.rank,
+            encoder=self.rank,
+            slice=9 - self.rank,
             device="a device",
             kernels="Kernels",
             fingerprint="f",
         )
 
     def _do(self, name: str) -> None:
-        together = name in ("launch", "forward", "sample")
+        together = name in ("launch", "forward", "sample", "run")
         assert self.group.is_apart is not together, name
         self.ran.append(name)
         if name in self.breaks:
@@ -117,6 +124,16 @@ class FakeLocal:
         self.constraints.append(flat(constraints))
         assert read is (self.rank == 0)
         return self
+
+    def begin(self, images: Sequence[Image], rows: np.ndarray) -> list[int]:
+        self._do("begin")
+        each = [(image.tokens, image.digest, image.pixels.tolist()) for image in images]
+        self.begun.append([*each, rows.tolist()])
+        return [at for at, image in enumerate(images) if image.tokens == 7 + self.rank]
+
+    def run(self, layers: int) -> bool:
+        self._do("run")
+        return layers == 0
 
     def wait(self) -> None:
         if "wait" in self.breaks:
@@ -159,6 +176,9 @@ class Pod:
 
     def __init__(self, ranks: int, **options: Any) -> None:
         self.file = os.memfd_create("steps")
+        self.pixels = [create(16 * PAGE) for _ in range(2)]
+        for file, n in itertools.product(self.pixels, range(16)):
+            os.pwrite(file, (PIXELS + n).tobytes(), n * PAGE)
         self.locals = [FakeLocal(rank, ranks, **options) for rank in range(ranks)]
         pairs = [socket.socketpair() for _ in range(1, ranks)]
         self.ends = [end for _, end in pairs]
@@ -183,7 +203,7 @@ class Pod:
         local, end = self.locals[rank], self.ends[rank - 1]
         try:
             where = cast(Local, local), cast(Group, local.group), Link(end, 0), self.steps()
-            follow(*where, local.loaded).serve()
+            follow(*where, local.loaded, shared_pixels(self.pixels)).serve()
         except BaseException as error:
             self.failed[rank] = error
         finally:
@@ -195,7 +215,8 @@ class Pod:
         for thread in self.threads:
             thread.join(SECONDS)
             assert not thread.is_alive(), "a rank outlives rank 0"
-        os.close(self.file)
+        for file in (self.file, *self.pixels):
+            os.close(file)
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -209,7 +230,8 @@ ROWS = np.arange(5)
 MASKS = TokenMasks(ROWS, np.arange(50, dtype=np.int32))
 ONES = np.ones(5, np.float32)
 CONSTRAINTS = Constraints((LogitsEdits(ROWS, ROWS + 7, 2 * ONES, ONES),), MASKS)
-WHEN = ["launch", "forward", "sample", "wait"]
+WHEN = ["launch", "forward", "sample", "wait", "run"]
+PIXELS = np.zeros((1, 2, 3), np.uint8)
 
 CALLS: dict[str, Callable[[Ranks], object]] = {
     "tune": lambda ranks: ranks.tune(8, None),
@@ -222,7 +244,16 @@ CALLS: dict[str, Callable[[Ranks], object]] = {
     "reset_peak": lambda ranks: ranks.reset_peak(),
     "keep_peak": lambda ranks: ranks.keep_peak(True),
     "held": lambda ranks: hold(ranks),
+    "begin": lambda ranks: encode(ranks, 3),
 }
+
+
+def encode(ranks: Ranks, *tokens: int) -> list[int]:
+    """Begins a pass of images of so many tokens."""
+    encoder = ranks.encoder
+    assert encoder is not None
+    given = [Given(n, bytes([n]), PIXELS + n, Place(n % 2, n * PAGE)) for n in tokens]
+    return encoder.begin(given, np.arange(sum(tokens), dtype=np.int64))
 
 
 def hold(ranks: Ranks) -> None:
@@ -231,8 +262,10 @@ def hold(ranks: Ranks) -> None:
 
 
 def launched(ranks: Ranks, when: str) -> InFlight:
-    """A step that does something in this call: at once, or in two parts."""
-    if when in ("launch", "wait"):
+    """A step that does something in this call: at once, or in two parts; or behind images."""
+    if when == "run":
+        assert ranks.encoder is not None and ranks.encoder.run(0)
+    if when in ("launch", "wait", "run"):
         return ranks.launch(small())
     return ranks.forward(small()).sample(CONSTRAINTS)
 
@@ -258,6 +291,18 @@ def test_every_call_runs_on_every_rank(pod: Pod) -> None:
         assert local.ran == list(CALLS)
         assert (local.choices, local.pages, local.holding) == (CHOICES, (9,), 0)
     assert [usage.files for usage in ranks.usage()] == [local.rank for local in pod.locals]
+
+
+def test_images_go_to_every_rank_and_each_says_which_are_wrong(pod: Pod) -> None:
+    """By the memory of either HTTP process. Rank 0 hears of all before anything else is asked."""
+    ranks = pod.ranks()
+    assert encode(ranks, 3, 1) == []
+    assert encode(ranks, 3, 8, 1, 7) == [1, 3]
+    for local in pod.locals:
+        for begun, tokens in zip(local.begun, ([3, 1], [3, 8, 1, 7]), strict=True):
+            *images, rows = begun
+            assert rows == list(range(sum(tokens)))
+            assert images == [(n, bytes([n]), (PIXELS + n).tolist()) for n in tokens]
 
 
 def test_steps_run_on_every_rank_as_fast_as_all_of_them_are(pod: Pod) -> None:
@@ -408,7 +453,7 @@ def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: 
     ranks = pod.ranks()
     pod.locals[1].breaks[when] = out_of_memory_translated
     # It may have ended before the second part of the step.
-    with suppress(RankLost) if when == "forward" else nullcontext():
+    with suppress(RankLost) if when in ("forward", "run") else nullcontext():
         launched(ranks, when)
     pod.threads[0].join(SECONDS)  # an error of an earlier step shows while it is idle
     assert isinstance(pod.failed[1], StepFailed)
@@ -425,7 +470,7 @@ def test_what_fails_in_a_joint_step_of_rank_0_is_raised_at_once(
     """The others wait in a collective, and could not answer that they hold nothing any more."""
     ranks, go_on = pod.ranks(), threading.Event()
     for local in pod.locals[1:]:
-        for name in ("launch", "forward"):
+        for name in ("launch", "forward", "run"):
             local.breaks[name] = lambda: cast(None, go_on.wait(3 * SECONDS))
     pod.locals[0].breaks[when] = {"fault": fault, "bug": bug}[what]
     expected = {"fault": DeviceFailure, "bug": ZeroDivisionError}[what]
@@ -450,7 +495,7 @@ def test_what_fails_in_a_joint_step_of_another_rank_ends_that_one(
         raise RankLost("rank 0 waits for another, in vain")
 
     pod.locals[0].breaks["wait"] = broken_collective
-    why = r"in vain|has ended" if when == "forward" else "in vain"
+    why = r"in vain|has ended" if when in ("forward", "run") else "in vain"
     with within(5), pytest.raises(RankLost, match=why), ranks.held(7):
         launched(ranks, when).wait()
     expected = {"fault": DeviceFailure, "bug": ZeroDivisionError}[what]
@@ -503,13 +548,15 @@ def test_ranks_that_differ_are_refused(other: dict[str, Any], text: str) -> None
     pod.end()
 
 
-def test_ranks_report_what_was_free_and_what_the_exchange_takes(pod: Pod) -> None:
+def test_ranks_report_what_was_free_and_what_exchange_and_images_take(pod: Pod) -> None:
     first = pod.locals[0]
     first.loaded = structs.replace(first.loaded, free_before=9)
     where = cast(Local, first), cast(Group, first.group), pod.links, pod.steps()
     joined = join(*where, first.loaded)
     assert joined.free_before == (9, *range(1, len(pod.locals)))
     assert joined.collectives == 0
+    last = len(pod.locals) - 1  # takes the most for images, and is slowest
+    assert (joined.encoder, joined.slice) == (last, 9 - last)
 
 
 def test_kernels_that_differ_are_refused(pod: Pod) -> None:

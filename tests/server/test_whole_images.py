@@ -143,8 +143,9 @@ class Slow:
     def __init__(self, slices: int) -> None:
         self.slices = self.left = slices
 
-    def begin(self, images: list[np.ndarray], rows: np.ndarray) -> None:
+    def begin(self, images: object, rows: object) -> list[int]:
         self.left = self.slices
+        return []
 
     def run(self, layers: int) -> bool:
         self.left -= 1

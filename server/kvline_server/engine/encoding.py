@@ -2,23 +2,24 @@
 
 Before each step it is asked anew which images the next chunks of prompts need, oldest sequence
 first. They are encoded a few at a time, in slices of the encoder's layers between steps, so that
-decodes do not wait for a large one. A chunk ends before an image that is not encoded yet.
+decodes do not wait for a large one. A chunk ends before an image that is not encoded yet. Of
+several ranks each encodes some of them: rank 0 alone decides which, when, and into which rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from kvline_server.engine.pictures import Image
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
-from kvline_server.images.digests import digest
 from kvline_server.kernels.layout import ImageRows, Spans
 from kvline_server.memory.encoded import EncodedRows
+from kvline_server.parallel.executor import ImageEncoder
+from kvline_server.worker.division import largest
 from kvline_server.worker.step import Step
 
 
@@ -27,8 +28,8 @@ class Bounds:
     """In tokens of images."""
 
     cached: int  # rows of the encoder's cache
-    encoded: int  # at once
-    slice: int = 1  # times layers, that are encoded between two steps with decodes
+    encoded: int  # at once, by each rank
+    slice: int = 1  # times layers, that a rank encodes between two steps with decodes
 
     @classmethod
     def of(cls, image: int, chunk: int, least: int = 1) -> Bounds:
@@ -38,26 +39,20 @@ class Bounds:
         return cls(cached=max(chunk + image, least + 2 * image), encoded=image)
 
 
-class Encoder(Protocol):
-    """worker.encoder.Encoder, of every rank."""
-
-    def begin(self, images: list[np.ndarray], rows: np.ndarray) -> None: ...
-
-    def run(self, layers: int) -> bool: ...
-
-
 class Encoding:
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: ImageEncoder,
         bounds: Bounds,
         chunk: int,
         vocabulary: int,
+        ranks: int = 1,
         two_way: bool = False,
     ) -> None:
         """`chunk`: prompt tokens of a step at most; tokens of the `vocabulary`. `two_way`: tokens
         of an image see each other, so that all of them are in one step."""
-        self.encoder, self.vocabulary, self.two_way = encoder, vocabulary, two_way
+        self.encoder, self.vocabulary, self.ranks = encoder, vocabulary, ranks
+        self.two_way = two_way
         self.cache = EncodedRows(bounds.cached)
         self.chunk, self.tokens, self.slice = chunk, bounds.encoded, bounds.slice
         self._claimed = 0  # tokens of images that sequences wait for
@@ -97,7 +92,7 @@ class Encoding:
         images = sequence.pictures.within(0, self.chunk)
         missing = {i.digest: i.tokens for i in images if not self.cache.ready(i.digest)}
         tokens = sum(missing.values())
-        if self._claimed and tokens and self._claimed + tokens > self.tokens:
+        if self._claimed and tokens and self._claimed + tokens > self.ranks * self.tokens:
             return False
         self._claimed += tokens
         return True
@@ -114,27 +109,37 @@ class Encoding:
         return list(found.values())
 
     def _begin(self, images: list[Image]) -> set[int]:
-        """-> the ids of images whose pixels are not those of their digest, by which others would
-        be answered too: none of these is encoded. 30 ms for 12 MiB."""
-        taken: list[Image] = []
+        """-> the ids of images whose pixels are not those of their digest: none of these is
+        encoded."""
         wrong: set[int] = set()
-        for image in images:
-            if taken and sum(each.tokens for each in (*taken, image)) > self.tokens:
-                break
-            if digest(image.pixels) == image.digest:
-                taken.append(image)
-            else:
-                wrong.add(id(image))
-        if taken:
+        taken = self._taken(images)
+        while taken:
             rows = [self.cache.rows(image.digest) for image in taken]
             every = np.concatenate([each for each in rows if each is not None])
-            self.encoder.begin([image.pixels for image in taken], every)
-            self._encoding = taken
+            found = self.encoder.begin(taken, every)
+            if not found:
+                break
+            wrong |= {id(taken[at]) for at in found}
+            taken = [image for image in taken if id(image) not in wrong]
+        self._encoding = taken
         return wrong
+
+    def _taken(self, images: list[Image]) -> list[Image]:
+        """The first ones, as many as ranks encode at once."""
+        taken: list[Image] = []
+        for image in images:
+            if taken and self._share([*taken, image]) > self.tokens:
+                break
+            taken.append(image)
+        return taken
+
+    def _share(self, images: list[Image]) -> int:
+        """Tokens of these that the rank with the most has."""
+        return largest([image.tokens for image in images], self.ranks)
 
     def _slice(self) -> int:
         """Layers."""
-        return max(1, self.slice // sum(image.tokens for image in self._encoding))
+        return max(1, self.slice // self._share(self._encoding))
 
     def cuts(self, sequence: Sequence, end: int) -> Image | None:
         """The image of which a step may have all tokens or none, and that `end` is within."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvline_server.ipc.pixels import Place
 from kvline_server.memory.pages import PAGE_SIZE
 
 
@@ -17,6 +18,7 @@ class Image:
     tokens: int
     digest: bytes  # of its pixels and their shape
     pixels: NDArray[np.uint8]  # [height, width, 3], resized
+    place: Place | None = None  # of the pixels; None: no other process has them
 
     @property
     def end(self) -> int:

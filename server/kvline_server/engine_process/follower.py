@@ -27,6 +27,7 @@ from kvline_server.errors import (
 )
 from kvline_server.ipc import messages
 from kvline_server.ipc.messages import Channel, Progress
+from kvline_server.ipc.pixels import shared_pixels
 from kvline_server.memory import device_errors
 from kvline_server.options.arguments import RankArguments
 from kvline_server.parallel.join import follow
@@ -77,7 +78,8 @@ def _run(arguments: RankArguments, launch: LaunchConfig, parent: Channel) -> Non
             arguments.rank,
         )
         steps = rank.steps(arguments.ranks)
-        follower = follow(rank.local, rank.group, link, steps, rank.message())
+        pixels = shared_pixels(arguments.pixel_fds)
+        follower = follow(rank.local, rank.group, link, steps, rank.message(), pixels)
     with device_errors.translated("serve"):
         follower.serve()
 

@@ -6,7 +6,7 @@ from kvline_server.engine.pictures import Image, Pictures
 from kvline_server.errors import InvalidFrame
 from kvline_server.images.positions import Placed, mrope
 from kvline_server.ipc.messages import Submit
-from kvline_server.ipc.pixels import SharedPixels
+from kvline_server.ipc.pixels import Place, SharedPixels
 
 
 def pictures(sent: Submit, pixels: SharedPixels | None, axes: bool) -> Pictures:
@@ -20,7 +20,8 @@ def pictures(sent: Submit, pixels: SharedPixels | None, axes: bool) -> Pictures:
             raise InvalidFrame(f"an image of {image.rows} x {image.columns} at {image.start}")
         end = image.start + image.tokens
         view = pixels.view(image.offset, image.height, image.width)
-        made.append(Image(image.start, image.tokens, image.digest, view))
+        place = Place(pixels.process, image.offset)
+        made.append(Image(image.start, image.tokens, image.digest, view, place))
         placed.append(Placed(image.start, image.rows, image.columns))
     if end > len(sent.tokens):
         raise InvalidFrame(f"an image that ends at {end} of {len(sent.tokens)} tokens")

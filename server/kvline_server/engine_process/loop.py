@@ -44,7 +44,7 @@ from kvline_server.ipc.messages import (
     PromptScores,
     Released,
 )
-from kvline_server.ipc.pixels import SharedPixels
+from kvline_server.ipc.pixels import SharedPixels, shared_pixels
 from kvline_server.memory import device_errors
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.options.arguments import EngineArguments
@@ -66,7 +66,7 @@ class EngineProcess:
         self.clients: dict[int, Channel] = {}  # by sequence id, unique over the HTTP processes
         self.pixels: dict[Channel, SharedPixels] = {}
         if arguments.pixel_fds:
-            shared = map(SharedPixels, arguments.pixel_fds)
+            shared = shared_pixels(arguments.pixel_fds)
             self.pixels.update(zip(self.http, shared, strict=True))
         self.readers: dict[int, Channel] = {}  # whose pixels sequences read, by their id
         self.beat_at = 0.0

@@ -64,6 +64,8 @@ class LoadedRank:
             limit=device.limit,
             free_before=self.free_before,
             collectives=self.collectives,
+            encoder=self.settings.encoder_bytes,
+            slice=self.settings.encoder_slice,
             device=device.name,
             kernels=type(self.local.worker.kernels).__name__,
             fingerprint=self.loaded.fingerprint,
@@ -148,15 +150,8 @@ def start(
     """Rank 0's; `links` are to the other `ranks`; a step may take `longest_step` seconds. Raises
     ServerError with the reason when no budget can be validated."""
     started = time.monotonic()
-    rank = load_rank(
-        launch,
-        send,
-        memory,
-        root,
-        http_processes,
-        ranks,
-        wait_for_neighbours=wait_for_neighbours,
-    )
+    given = launch, send, memory, root, http_processes, ranks
+    rank = load_rank(*given, wait_for_neighbours=wait_for_neighbours)
     settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
     free: tuple[int, ...] = (rank.free_before,)
     steps: wire.Steps | None = None
@@ -164,6 +159,7 @@ def start(
         steps = rank.steps(ranks)
         joined = join(rank.local, rank.group, links, steps, rank.message())
         loaded, free = loaded.on(joined.executor, joined.collectives), joined.free_before
+        settings = replace(settings, encoder_bytes=joined.encoder, encoder_slice=joined.slice)
     result = profile.ProfileLoop(
         device=device,
         settings=settings,
@@ -194,12 +190,13 @@ def start(
 
 
 def _encoding(loaded: Loaded, settings: EngineSettings) -> Encoding | None:
-    if loaded.encoder is None or settings.images is None:
+    executor = loaded.executor
+    if executor.encoder is None or settings.images is None:
         return None
     chunk = settings.max_prefill_tokens
-    bounds = replace(settings.images.bounds(chunk), slice=loaded.encoder.slice)
-    two_way = settings.images.vision.two_way
-    return Encoding(loaded.encoder, bounds, chunk, loaded.vocabulary, two_way)
+    bounds = replace(settings.images.bounds(chunk), slice=settings.encoder_slice)
+    two_way, ranks = settings.images.vision.two_way, executor.ranks
+    return Encoding(executor.encoder, bounds, chunk, loaded.vocabulary, ranks, two_way)
 
 
 def _matchers(grammars: GrammarService, settings: EngineSettings) -> Matchers:

@@ -1,7 +1,7 @@
 """Messages between the server's processes: tagged msgpack structs in frames, never pickle.
 
 HTTP sends Submit and Abort to the engine and gets Deltas back; both report to the parent. Rank 0 of
-several sends Call and Run to the others. Arrays are sent as bytes.
+several sends Call, Run and Encode to the others. Arrays are sent as bytes.
 """
 
 from __future__ import annotations
@@ -222,8 +222,34 @@ class Sample(msgspec.Struct, tag="sample", array_like=True):
     at: int
 
 
+class EncodedImage(msgspec.Struct, array_like=True):
+    """An image for the encoder, and where its pixels are (pixels.Place)."""
+
+    tokens: int
+    digest: bytes
+    process: int
+    offset: int
+    height: int  # in pixels
+    width: int
+
+
+class Encode(msgspec.Struct, tag="encode", array_like=True):
+    """Rank 0 to another, for an Answer: begin a pass of these images, of which each rank encodes
+    its share."""
+
+    images: list[EncodedImage]
+    rows: bytes  # int64, of the encoder's cache, for all tokens
+
+
+class EncodeLayers(msgspec.Struct, tag="encode-layers", array_like=True):
+    """Rank 0 to another: go on by so many layers with the pass, or with 0 to its end. It is not
+    answered."""
+
+    layers: int
+
+
 class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """A rank's, to a Call."""
+    """A rank's, to a Call or Encode."""
 
     numbers: list[int] = []
     text: str = ""  # why there is no result
@@ -238,6 +264,8 @@ class RankLoaded(msgspec.Struct, tag="rank-loaded", array_like=True, kw_only=Tru
     limit: int
     free_before: int  # before it met the others and loaded its weights
     collectives: int  # that the exchange with the others takes of its GPU
+    encoder: int = 0  # that the largest passes of images take
+    slice: int = 1  # of a pass between two decodes: tokens times layers
     device: str
     kernels: str
     fingerprint: str
@@ -279,6 +307,8 @@ Message = (
     | Call
     | Run
     | Sample
+    | Encode
+    | EncodeLayers
     | Answer
     | RankLoaded
     | Drain

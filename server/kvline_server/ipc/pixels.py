@@ -1,5 +1,5 @@
-"""Resized pixels of images, in memory that an HTTP process shares with the engine: one image is
-larger than a frame may be.
+"""Resized pixels of images, in memory that an HTTP process shares with the engine, each of its
+ranks: one image is larger than a frame may be.
 
 The HTTP process alone says which place is whose, and frees one when the engine reads it no longer
 (messages.Released). The kernel has memory only for pages that were written once.
@@ -11,6 +11,7 @@ import mmap
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvline_server.errors import InvalidFrame
@@ -24,7 +25,7 @@ COLOURS = 3  # bytes of a pixel
 
 
 def create(nbytes: int) -> int:
-    """A file descriptor of so much memory, for one HTTP process and the engine."""
+    """A file descriptor of so much memory, for one HTTP process and the engine's."""
     file = os.memfd_create("kvline-pixels")
     os.ftruncate(file, nbytes)
     return file
@@ -105,10 +106,20 @@ class Places:
         self._map[offset : offset + values.nbytes] = values.data
 
 
-class SharedPixels:
-    """The engine's side: it reads."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of an image's pixels."""
 
-    def __init__(self, file: int) -> None:
+    process: int  # whose memory it is, by its index
+    offset: int  # bytes
+
+
+class SharedPixels:
+    """The engine's side, of any rank: it reads."""
+
+    def __init__(self, file: int, process: int = 0) -> None:
+        """`process`: the index of the HTTP process."""
+        self.process = process
         self.total = os.fstat(file).st_size
         self._map = mmap.mmap(file, self.total, prot=mmap.PROT_READ)
 
@@ -125,3 +136,8 @@ class SharedPixels:
             )
         pixels = np.frombuffer(self._map, np.uint8, count, offset)
         return pixels.reshape(height, width, COLOURS)
+
+
+def shared_pixels(files: Sequence[int]) -> list[SharedPixels]:
+    """Of each HTTP process, in their order."""
+    return [SharedPixels(file, process) for process, file in enumerate(files)]

@@ -71,6 +71,7 @@ class RankArguments(ChildArguments, kw_only=True):
     ranks: SharedByRanks
     engine_fd: int  # socket to rank 0
     root: int
+    pixel_fds: list[int] = []  # as rank 0 has them
 
 
 class GrammarArguments(ChildArguments, kw_only=True):

@@ -5,12 +5,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import Device
+from kvline_server.worker.encoder import Encoder, Image
 from kvline_server.worker.step import Constraints, InFlight, Step
 from kvline_server.worker.worker import Worker
 
@@ -32,6 +37,16 @@ class Forward(Protocol):
 
     def sample(self, constraints: Constraints) -> InFlight:
         """Launches the rest, with these constraints in the place of the step's own."""
+
+
+class ImageEncoder(Protocol):
+    """worker.encoder.Encoder, of one rank or several."""
+
+    def begin(self, images: Sequence[Image], rows: NDArray[np.int64]) -> list[int]:
+        """-> the places of all images whose pixels are not those of their digest: where there are
+        some, nothing has begun on any rank."""
+
+    def run(self, layers: int) -> bool: ...
 
 
 class Executor(Protocol):
@@ -66,6 +81,10 @@ class Executor(Protocol):
     @property
     def pages(self) -> tuple[int, ...]:
         """Of the KV cache of each group, the dummy page included."""
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        """None where text alone is served."""
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None: ...
 
@@ -106,7 +125,8 @@ class Executor(Protocol):
 class Local:
     ranks = 1
 
-    def __init__(self, worker: Worker, device: Device) -> None:
+    def __init__(self, worker: Worker, device: Device, encoder: Encoder | None = None) -> None:
+        self.encoder = encoder
         self.pids = (os.getpid(),)
         self.worker = worker
         self.device = device

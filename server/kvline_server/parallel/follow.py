@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import numpy as np
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
-from kvline_server.ipc.messages import Answer, Call, Message, Run, Sample
+from kvline_server.ipc.messages import Answer, Call, Encode, EncodeLayers, Message, Run, Sample
+from kvline_server.ipc.pixels import SharedPixels
 from kvline_server.kernels.group import Group
 from kvline_server.memory import device_errors
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.wire import Steps
+from kvline_server.worker.encoder import Encoder, Given
 from kvline_server.worker.step import InFlight
 from kvline_server.worker.worker import Forward
 
@@ -20,12 +25,20 @@ SEND_SECONDS = 300.0
 
 
 class Follower:
-    def __init__(self, local: Local, group: Group, link: Link, steps: Steps) -> None:
-        """`link`: to rank 0."""
+    def __init__(
+        self,
+        local: Local,
+        group: Group,
+        link: Link,
+        steps: Steps,
+        pixels: Sequence[SharedPixels] = (),
+    ) -> None:
+        """`link`: to rank 0; `pixels` of each HTTP process, where images are served."""
         self._local = local
         self._group = group
         self._link = link
         self._steps = steps
+        self._pixels = pixels
         self._held = ExitStack()
         self._begun: tuple[int, Forward] | None = None  # the buffer of a step to be sampled, and it
         self._last: InFlight | None = None  # whose errors nobody has seen yet
@@ -46,8 +59,13 @@ class Follower:
                 self._run(message.buffer)
             elif isinstance(message, Run):
                 self._forward(message.buffer)
+            elif isinstance(message, EncodeLayers):
+                self._encode(message.layers)
+            elif isinstance(message, Encode):
+                self._answer("encode", partial(self._begin, message))
             elif isinstance(message, Call):
-                self._link.send(self._answer(message), SEND_SECONDS)
+                self._last = None  # rank 0 has its results
+                self._answer(message.name, partial(self._do, message))
             else:
                 raise self._link.unexpected(message)
 
@@ -69,6 +87,11 @@ class Follower:
             self._last, self._begun = forward.sample(constraints, read=False), None
         self._steps.has_read(self._group.rank - 1)
 
+    def _encode(self, layers: int) -> None:
+        """Of a pass that has begun."""
+        with self._in_step():
+            self._encoder.run(layers)
+
     def _check(self) -> None:
         """Errors of a device surface where somebody waits for it."""
         if self._last is not None:
@@ -83,15 +106,15 @@ class Follower:
         except DeviceOutOfMemory as error:
             raise StepFailed(f"rank {self._group.rank}: {error}") from error
 
-    def _answer(self, call: Call) -> Answer:
-        self._last = None  # rank 0 has its results
+    def _answer(self, name: str, do: Callable[[], list[int]]) -> None:
         try:
-            with device_errors.translated(call.name), self._group.apart():
-                return Answer(self._do(call))
+            with device_errors.translated(name), self._group.apart():
+                answer = Answer(do())
         except DeviceOutOfMemory as error:
-            return Answer(text=str(error), failed="memory")
+            answer = Answer(text=str(error), failed="memory")
         except DeviceFailure as error:
-            return Answer(text=str(error), failed="device")
+            answer = Answer(text=str(error), failed="device")
+        self._link.send(answer, SEND_SECONDS)
 
     def _do(self, call: Call) -> list[int]:
         local, numbers = self._local, call.numbers
@@ -123,6 +146,19 @@ class Follower:
             case _:
                 raise AssertionError(call.name)
         return []
+
+    @property
+    def _encoder(self) -> Encoder:
+        assert self._local.encoder is not None, "rank 0 has one too"
+        return self._local.encoder
+
+    def _begin(self, call: Encode) -> list[int]:
+        """-> the places of images whose pixels are wrong"""
+        images = [
+            Given(i.tokens, i.digest, self._pixels[i.process].view(i.offset, i.height, i.width))
+            for i in call.images
+        ]
+        return self._encoder.begin(images, np.frombuffer(call.rows, np.int64))
 
     def _rehearse(self, buffer: int) -> None:
         try:

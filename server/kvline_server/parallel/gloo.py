@@ -48,7 +48,7 @@ class GlooGroup(Several):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         if self._apart:
-            return torch.stack([x] * self.ranks)
+            return torch.stack([x] * self.ranks).clone()  # gloo has a buffer of its own
         made = x.new_empty((self.ranks, *x.shape))
         self._wait(self._group.allgather, [list(made.unbind(0))], [x.contiguous()])
         return made

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvline_server.errors import DeviceFailure
 from kvline_server.ipc.messages import RankLoaded
+from kvline_server.ipc.pixels import SharedPixels
 from kvline_server.kernels.group import Group
 from kvline_server.memory.device import MIB
 from kvline_server.parallel.executor import Local
@@ -23,6 +24,8 @@ class Joined:
     executor: Ranks
     free_before: tuple[int, ...]  # bytes of each rank, before the exchange and its weights
     collectives: int  # bytes that the exchange takes of a GPU, at most
+    encoder: int  # bytes that passes of images take of a device, at most
+    slice: int  # tokens times layers that each rank encodes in its time
 
 
 def join(
@@ -41,14 +44,23 @@ def join(
     every = [loaded, *others]
     free = tuple(each.free_before for each in every)
     taken = max(each.collectives for each in every)
+    encoder, some = max(each.encoder for each in every), min(each.slice for each in every)
     pids = tuple(each.pid for each in every)
-    return Joined(Ranks(local, group, links, steps, patience, pids), free, taken)
+    executor = Ranks(local, group, links, steps, patience, pids)
+    return Joined(executor, free, taken, encoder, some)
 
 
-def follow(local: Local, group: Group, link: Link, steps: Steps, loaded: RankLoaded) -> Follower:
-    """Another rank's part, with a link to rank 0."""
+def follow(
+    local: Local,
+    group: Group,
+    link: Link,
+    steps: Steps,
+    loaded: RankLoaded,
+    pixels: Sequence[SharedPixels] = (),
+) -> Follower:
+    """Another rank's part, with a link to rank 0, and the `pixels` of each HTTP process."""
     link.send(loaded, ANSWER_SECONDS)
-    return Follower(local, group, link, steps)
+    return Follower(local, group, link, steps, pixels)
 
 
 def _loaded(link: Link) -> RankLoaded:

@@ -10,16 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
-from kvline_server.ipc.messages import Answer, Call, Run, Sample
+from kvline_server.ipc.messages import (
+    Answer,
+    Call,
+    Encode,
+    EncodedImage,
+    EncodeLayers,
+    Run,
+    Sample,
+)
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory import device_errors
-from kvline_server.parallel.executor import Forward, Local, Usage
+from kvline_server.parallel.executor import Forward, ImageEncoder, Local, Usage
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.wire import Steps
+from kvline_server.worker.encoder import Encoder, Image
 from kvline_server.worker.step import Constraints, InFlight, Results, Step
 
 T = TypeVar("T")
@@ -68,6 +81,11 @@ class Ranks:
     def pages(self) -> tuple[int, ...]:
         return self.local.pages
 
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        here = self.local.encoder
+        return None if here is None else _EncoderTogether(here, self)
+
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         """Rank 0 chooses, and the others take its choices: one kernel for a shape on all ranks."""
         try:
@@ -105,7 +123,7 @@ class Ranks:
             self._send(Run(self._write(step), samples=False))
             return _ForwardTogether(self.local.forward(step), self)
 
-    def _send(self, message: Run | Sample) -> None:
+    def _send(self, message: Run | Sample | EncodeLayers) -> None:
         for link in self._links:
             link.send(message, self._patience)
 
@@ -164,7 +182,7 @@ class Ranks:
 
         return self._steps.write(step, wait)
 
-    def _each(self, call: Call, here: Callable[[], T]) -> tuple[T, list[Answer]]:
+    def _each(self, call: Call | Encode, here: Callable[[], T]) -> tuple[T, list[Answer]]:
         """Sends the call, does the same here, and waits until it has ended on every rank. Raises
         what failed, of the first rank where something did."""
         failed: DeviceOutOfMemory | DeviceFailure | None = None
@@ -172,7 +190,8 @@ class Ranks:
             for link in self._links:
                 link.send(call, self._patience)
             try:
-                with device_errors.translated(call.name), self._group.apart():
+                name = call.name if isinstance(call, Call) else "encode"
+                with device_errors.translated(name), self._group.apart():
                     made = here()
             except (DeviceOutOfMemory, DeviceFailure) as error:
                 failed = _named(error, 0)
@@ -237,6 +256,34 @@ class _ForwardTogether:
         with ranks._in_step():
             ranks._send(Sample(ranks._steps.constrain(constraints)))
             return _Together(self._here.sample(constraints), ranks)
+
+
+class _EncoderTogether:
+    """Of all ranks. To begin waits for all: then each has copied the pixels that it encodes, and
+    knows whether they are right. The rest is part of a joint step."""
+
+    def __init__(self, here: Encoder, ranks: Ranks) -> None:
+        self._here = here
+        self._ranks = ranks
+
+    def begin(self, images: Sequence[Image], rows: NDArray[np.int64]) -> list[int]:
+        """Raises as the calls of Ranks do."""
+        message = Encode([_encoded(image) for image in images], rows.tobytes())
+        wrong, answers = self._ranks._each(message, lambda: self._here.begin(images, rows))
+        return sorted(chain(wrong, *(answer.numbers for answer in answers)))
+
+    def run(self, layers: int) -> bool:
+        """Raises as Ranks.launch does."""
+        with self._ranks._in_step():
+            self._ranks._send(EncodeLayers(layers))
+            return self._here.run(layers)
+
+
+def _encoded(image: Image) -> EncodedImage:
+    height, width, _ = image.pixels.shape
+    assert image.place is not None, "pixels that other ranks cannot read"
+    where = image.place.process, image.place.offset
+    return EncodedImage(image.tokens, image.digest, *where, height, width)
 
 
 def _named(

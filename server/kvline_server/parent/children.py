@@ -116,7 +116,7 @@ def listen(host: str, port: int, processes: int) -> list[socket.socket]:
 
 
 def share_pixels(launch: LaunchConfig, clients: ClientLimits, processes: int) -> list[int]:
-    """Memory for images' pixels that each of so many HTTP processes shares with the engine, also
+    """Memory for images' pixels that each of so many HTTP processes shares with all ranks, also
     with one that is started again; none where text alone is served."""
     if launch.engine.images is None:
         return []
@@ -223,7 +223,7 @@ def start_engine(
         ]
         if shared is not None:
             started += [
-                start_rank(options, rank, shared, end, root, http_processes)
+                start_rank(options, rank, shared, end, root, http_processes, pixel_fds)
                 for rank, (_, end) in enumerate(pairs, 1)
             ]
     return started
@@ -236,6 +236,7 @@ def start_rank(
     end: socket.socket,
     root: int,
     http_processes: int = 1,
+    pixel_fds: Sequence[int] = (),
 ) -> Child:
     """`end`: of its socket to rank 0."""
 
@@ -248,9 +249,10 @@ def start_rank(
             ranks=shared,
             engine_fd=end.fileno(),
             root=root,
+            pixel_fds=list(pixel_fds),
         )
 
-    fds = (end.fileno(), shared.steps_fd)
+    fds = (end.fileno(), shared.steps_fd, *pixel_fds)
     return _spawn("kvline_server.engine_process.rank", make, ENGINE_MALLOC, fds, 0)
 
 

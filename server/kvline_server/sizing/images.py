@@ -19,6 +19,7 @@ from kvline_contract.memory import ENCODER_CACHE
 from kvline_contract.report import Stage
 from kvline_server.engine.encoding import Bounds
 from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
+from kvline_server.images.digests import digest
 from kvline_server.images.processor import MAX_RATIO, Processor
 from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.memory.device import MIB, Device
@@ -32,7 +33,7 @@ from kvline_server.model.loader import SafetensorsSource
 from kvline_server.model.vision import preprocessor
 from kvline_server.model.vision.config import SECTION, VisionConfig, image_token, read_vision
 from kvline_server.model.vision.read import read_tower
-from kvline_server.worker.encoder import Encoder
+from kvline_server.worker.encoder import Encoder, Given
 
 PER_REQUEST = 8
 # Of an image, resized. On a CPU the largest would take minutes of every start.
@@ -118,10 +119,9 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
             f"{path}: images of this architecture, whose tokens see those behind them, are served "
             "on CPUs only at present; leave image out of spec.engine.modalities"
         )
-    if launch.device is not Kind.CPU or launch.tensor_parallel > 1:
+    if launch.device is not Kind.CPU:
         raise ModelUnsupported(
-            "images are served on one CPU rank at present; leave image out of "
-            "spec.engine.modalities"
+            "images are served on CPUs alone at present; leave image out of spec.engine.modalities"
         )
     patches = _patches(launch.device, engine, vision, longest)
     processor = preprocessor.read(folder).within(patches)
@@ -172,34 +172,44 @@ def owned(images: Images | None, chunk: int, dtype: torch.dtype) -> tuple[OwnedP
 
 def opened(
     images: Images | None, decoder: Decoder, device: Device, send: SendProgress
-) -> tuple[Encoder | None, int]:
-    """The encoder, and what its largest passes take, which stays free for it in service. Raises
-    DeviceOutOfMemory."""
+) -> tuple[Encoder | None, int, int]:
+    """The encoder; the bytes that its largest passes take, which stay free for it in service; and
+    the tokens times layers of a slice. Each rank has its largest share of a pass, without the
+    others, which may not have loaded yet. Raises DeviceOutOfMemory."""
     tower = decoder.weights.tower
     if images is None or tower is None:
-        return None, 0
-    encoder = Encoder(tower, decoder, images.processor.normalisation)
-    return encoder, _work_bytes(encoder, images, device, send)
-
-
-def _work_bytes(encoder: Encoder, images: Images, device: Device, send: SendProgress) -> int:
-    """Of the most that one of them takes, whole MiB."""
-    began, most = time.monotonic(), 0
-    for sizes in images.largest():
-        device.settle()
-        device.reset_peak()
-        before = device.now()
-        pixels = [np.zeros((*size, 3), np.uint8) for size in sizes]
-        rows = sum(height * width for height, width in sizes) // images.vision.factor**2
-        started = time.monotonic()
-        encoder.begin(pixels, np.arange(rows, dtype=np.int64))
-        encoder.run(0)
-        seconds = (time.monotonic() - started) / (rows * encoder.tower.config.layers)
-        encoder.slice = max(1, min(encoder.slice, round(SLICE_SECONDS / seconds)))
-        device.keep_peak(again=False)
-        most = max(most, device.peak() - before)
-    device.settle()
+        return None, 0, 1
+    encoder, began = Encoder(tower, decoder, images.processor.normalisation), time.monotonic()
+    with encoder.group.apart():
+        most, seconds = _largest_passes(encoder, images, device)
     ms, taken = round((time.monotonic() - began) * 1000), -(-most // MIB) * MIB
     what = f"images of up to {images.patches} patches"
     send(Progress(stage=Stage("encoder", ms, taken, what)))
-    return taken
+    return encoder, taken, max(1, round(SLICE_SECONDS / seconds))
+
+
+def _largest_passes(encoder: Encoder, images: Images, device: Device) -> tuple[int, float]:
+    """-> the most bytes that one of them takes, and the most seconds of a token in a layer"""
+    most, slowest = 0, 0.0
+    for sizes in images.largest():
+        given = [_blank(*size, images) for size in sizes] * encoder.group.ranks  # each has all
+        tokens = sum(each.tokens for each in given)
+        rows = np.arange(tokens, dtype=np.int64) % len(encoder.embeddings)
+        device.settle()
+        device.reset_peak()
+        before = device.now()
+        started = time.monotonic()
+        assert not encoder.begin(given, rows)
+        encoder.run(0)
+        seconds = time.monotonic() - started
+        own = tokens // encoder.group.ranks
+        slowest = max(slowest, seconds / (own * encoder.tower.config.layers))
+        device.keep_peak(again=False)
+        most = max(most, device.peak() - before)
+    device.settle()
+    return most, slowest
+
+
+def _blank(height: int, width: int, images: Images) -> Given:
+    pixels = np.zeros((height, width, 3), np.uint8)
+    return Given(height * width // images.vision.factor**2, digest(pixels), pixels)

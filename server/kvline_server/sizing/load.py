@@ -94,8 +94,8 @@ def load_model(
             notes.warn(group, send, missing, *found)
             del source
             device.settle()
-            encoder, work = images.opened(settings.images, worker.decoder, device, send)
-            settings = replace(settings, encoder_bytes=work)
+            encoder, work, some = images.opened(settings.images, worker.decoder, device, send)
+            settings = replace(settings, encoder_bytes=work, encoder_slice=some)
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)
@@ -103,7 +103,7 @@ def load_model(
     kept = notes.kept(launch, worker.decoder.weights)
     provenance = _report(launch, backend, kept, started, before, send)
     return Loaded(
-        executor=Local(worker, device),
+        executor=Local(worker, device, encoder),
         vocabulary=model.vocabulary,
         owned=(*_parts(worker.decoder.weights, settings), *slots.parts(), *parts(cache)),
         groups=cache,
@@ -113,7 +113,6 @@ def load_model(
         cache_dtype=notes.name(backend.cache_dtype),
         note=backend.note,
         windowed=any(model.windows),
-        encoder=encoder,
     ), settings
 
 

@@ -11,7 +11,6 @@ from kvline_server.memory.groups import CacheGroup
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Executor
 from kvline_server.sizing.slots import NO_SLOTS, Slots
-from kvline_server.worker.encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Loaded:
     note: str = ""  # Backend's
     windowed: bool = False  # some of the model's layers have a window
     slots: Slots = NO_SLOTS  # of recurrent states, on each rank
-    encoder: Encoder | None = None  # of images
 
     @property
     def bytes_per_token(self) -> int:

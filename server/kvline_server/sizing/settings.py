@@ -93,7 +93,9 @@ class EngineSettings:
 
     # What is served of images; None: text alone. The fingerprint has its bounds.
     images: Images | None = field(default=None, repr=False)
-    encoder_bytes: int = field(default=0, repr=False)  # that its largest passes take
+    # Bytes that the encoder's largest passes take, and how much of one comes between two decodes.
+    encoder_bytes: int = field(default=0, repr=False)
+    encoder_slice: int = field(default=1, repr=False)
 
     def changed(self, **values: int) -> EngineSettings:
         """With other values of these fields, and with what follows from them."""
