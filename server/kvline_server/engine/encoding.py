@@ -92,7 +92,8 @@ class Encoding:
         images = sequence.pictures.within(0, self.chunk)
         missing = {i.digest: i.tokens for i in images if not self.cache.ready(i.digest)}
         tokens = sum(missing.values())
-        if self._claimed and tokens and self._claimed + tokens > self.ranks * self.tokens:
+        at_once = min(self.ranks * self.tokens, self.cache.total)
+        if self._claimed and tokens and self._claimed + tokens > at_once:
             return False
         self._claimed += tokens
         return True
