@@ -98,11 +98,12 @@ class Prefills:
         self.steps = self.captured = self._replays = 0
         assert runner.graphs is not None
         graphs, replay = runner.graphs, torch.cuda.CUDAGraph.replay
+        run_graphs = graphs.run
         segments = len(runner.arena.layers())  # and the last, where there are logits
 
         def counted(step: Step) -> torch.Tensor:
             before, layout = self._replays, step.layout
-            hidden = run(step)
+            hidden = run_graphs(step)
             if layout.sequences - layout.decodes > 1:
                 self.steps += 1
                 wanted = segments + (len(step.logits_indices) > 0)
@@ -113,7 +114,6 @@ class Prefills:
             self._replays += 1
             replay(graph)
 
-        run = graphs.run
         graphs.run = counted  # type: ignore[method-assign]
         torch.cuda.CUDAGraph.replay = replayed  # type: ignore[method-assign, assignment]
         self._own = graphs, replay
