@@ -68,6 +68,7 @@ def main(names: list[str]) -> int:
         "http-tools": "http_tools",
         "chat-tools": "chat_tools",
         "images-cpu": "images_cpu",
+        "tower": "towers",
         "lm-eval": "lm_eval_scores",
     }
     unknown = [n for n in names if n not in known]

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvline_server.images.processor import Normalisation
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.linear import Tensors, TensorSource
@@ -172,7 +173,7 @@ def expected(family: str, pictures: Sequence[Picture]) -> torch.Tensor:
 def load(
     source: TensorSource,
     config: VisionConfig,
-    kernels: TorchKernels | None = None,
+    kernels: Kernels | None = None,
     shard: Shard = WHOLE,
 ) -> Tower:
     """As a model's other weights: first all is checked."""

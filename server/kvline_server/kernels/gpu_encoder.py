@@ -4,6 +4,7 @@ none for heads of 72 and 80."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +22,14 @@ class Plan:
 class GpuEncoder(Encoder):
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._pool: torch.cuda.MemPool | None = None
+
+    def memory(self) -> AbstractContextManager[object]:
+        """Segments of a pool are neither freed by empty_cache() nor used outside of it: what the
+        stress took of a tower cannot become KV cache."""
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        return torch.cuda.use_mem_pool(self._pool, self.device)
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)

@@ -173,9 +173,9 @@ def owned(images: Images | None, chunk: int, dtype: torch.dtype) -> tuple[OwnedP
 def opened(
     images: Images | None, decoder: Decoder, device: Device, send: SendProgress
 ) -> tuple[Encoder | None, int, int]:
-    """The encoder; the bytes that its largest passes take, which stay free for it in service; and
-    the tokens times layers of a slice. Each rank has its largest share of a pass, without the
-    others, which may not have loaded yet. Raises DeviceOutOfMemory."""
+    """The encoder; the bytes that its largest passes take, which in service stay free for it, or on
+    a GPU are its own; and the tokens times layers of a slice. Each rank has its largest share of a
+    pass, without the others, which may not have loaded yet. Raises DeviceOutOfMemory."""
     tower = decoder.weights.tower
     if images is None or tower is None:
         return None, 0, 1
@@ -191,6 +191,8 @@ def opened(
 def _largest_passes(encoder: Encoder, images: Images, device: Device) -> tuple[int, float]:
     """-> the most bytes that one of them takes, and the most seconds of a token in a layer"""
     most, slowest = 0, 0.0
+    device.settle()
+    first = device.now()
     for sizes in images.largest():
         given = [_blank(*size, images) for size in sizes] * encoder.group.ranks  # each has all
         tokens = sum(each.tokens for each in given)
@@ -201,13 +203,14 @@ def _largest_passes(encoder: Encoder, images: Images, device: Device) -> tuple[i
         started = time.monotonic()
         assert not encoder.begin(given, rows)
         encoder.run(0)
+        encoder.embeddings[0].cpu()  # waits for a GPU
         seconds = time.monotonic() - started
         own = tokens // encoder.group.ranks
         slowest = max(slowest, seconds / (own * encoder.tower.config.layers))
         device.keep_peak(again=False)
         most = max(most, device.peak() - before)
     device.settle()
-    return most, slowest
+    return max(most, device.now() - first), slowest  # a GPU keeps what each pass took
 
 
 def _blank(height: int, width: int, images: Images) -> Given:

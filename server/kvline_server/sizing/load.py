@@ -39,7 +39,7 @@ from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.running import bounded, left, open_to_sizing
-from kvline_server.sizing.settings import EngineSettings
+from kvline_server.sizing.settings import EngineSettings, encoder_work
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
 
@@ -95,7 +95,8 @@ def load_model(
             del source
             device.settle()
             encoder, work, some = images.opened(settings.images, worker.decoder, device, send)
-            settings = replace(settings, encoder_bytes=work, encoder_slice=some)
+            free = 0 if device.gpu else work
+            settings = replace(settings, encoder_bytes=free, encoder_slice=some)
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)
@@ -105,7 +106,7 @@ def load_model(
     return Loaded(
         executor=Local(worker, device, encoder),
         vocabulary=model.vocabulary,
-        owned=(*_parts(worker.decoder.weights, settings), *slots.parts(), *parts(cache)),
+        owned=(*_parts(worker.decoder.weights, settings, work), *slots.parts(), *parts(cache)),
         groups=cache,
         slots=slots,
         stress=StressSet.of(worker, settings.images.whole if settings.images else 0),
@@ -130,8 +131,10 @@ def _checked(
     return found.nbytes(dtype) + parts_of.loaded(_of_encoder(settings, dtype))
 
 
-def _parts(weights: loader.Weights, settings: EngineSettings) -> tuple[OwnedPart, ...]:
-    return *weights.parts(), *_of_encoder(settings, weights.embedding.dtype)
+def _parts(weights: loader.Weights, settings: EngineSettings, work: int) -> tuple[OwnedPart, ...]:
+    """`work`: bytes of the encoder's passes, which are its own where none are to stay free."""
+    passes = encoder_work(work - settings.encoder_bytes, lent=False)
+    return *weights.parts(), *_of_encoder(settings, weights.embedding.dtype), *passes
 
 
 def _of_encoder(settings: EngineSettings, dtype: torch.dtype) -> tuple[OwnedPart, ...]:

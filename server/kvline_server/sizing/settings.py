@@ -93,7 +93,8 @@ class EngineSettings:
 
     # What is served of images; None: text alone. The fingerprint has its bounds.
     images: Images | None = field(default=None, repr=False)
-    # Bytes that the encoder's largest passes take, and how much of one comes between two decodes.
+    # Bytes to keep free for the encoder's largest passes, which have their own on a GPU, and how
+    # much of one comes between two decodes.
     encoder_bytes: int = field(default=0, repr=False)
     encoder_slice: int = field(default=1, repr=False)
 
@@ -165,13 +166,8 @@ class EngineSettings:
                 lent=True,
                 detail="of requests, compiled and tried",
             ),
-            *self._encoder(),
+            *encoder_work(self.encoder_bytes, lent=True),
         )
-
-    def _encoder(self) -> tuple[OwnedPart, ...]:
-        detail = "the largest images in the encoder"
-        part = OwnedPart(ENCODER_WORK, fixed=self.encoder_bytes, lent=True, detail=detail)
-        return (part,) if self.encoder_bytes else ()
 
     def cache(self, groups: tuple[CacheGroup, ...]) -> CacheSizes:
         return CacheSizes(groups, self.max_running_requests, self.max_prefill_tokens)
@@ -228,6 +224,13 @@ def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
     rows = max(64, min(budget // score_bytes(1, vocabulary), 2048))
     return max(1, rows // block) * block
+
+
+def encoder_work(nbytes: int, lent: bool) -> tuple[OwnedPart, ...]:
+    """Of the encoder's largest passes, if any."""
+    detail = "the largest images in the encoder"
+    part = OwnedPart(ENCODER_WORK, fixed=nbytes, lent=lent, detail=detail)
+    return (part,) if nbytes else ()
 
 
 def least_rows(running: int, recurrent: bool) -> int:

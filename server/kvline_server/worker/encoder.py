@@ -84,7 +84,7 @@ class Encoder:
             return wrong
         ends = np.cumsum([image.tokens for image in images])[:-1]
         each = np.split(rows, ends)
-        with device_errors.translated("encode"):
+        with device_errors.translated("encode"), self.kernels.encoder.memory():
             of_ranks = [np.concatenate([rows[:0], *(each[at] for at in s)]) for s in shares]
             self._rows = self.kernels.upload(*of_ranks)
             self._left = self.tower.config.layers
@@ -99,7 +99,7 @@ class Encoder:
         whether it is complete, which it is on all ranks at once"""
         assert self._left, "begin is first"
         done = layers or self._left
-        with device_errors.translated("encode"):
+        with device_errors.translated("encode"), self.kernels.encoder.memory():
             if self._pass is not None:
                 self._pass.run(done)
             self._left -= min(done, self._left)
