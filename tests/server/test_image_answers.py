@@ -3,6 +3,7 @@ images, alone and beside others, from the prefix cache and after preemption."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from near import TOLERANCE
 from stand_ins import CapturedKernels, Pool
 from vision_models import PATCH, picture
 
-from kvline_server.engine.encoding import Bounds
+from kvline_server.engine.encoding import ALONE, Bounds
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.ipc.messages import WRONG_PIXELS
 from kvline_server.model.decoder import Decoder
@@ -145,7 +146,7 @@ class Watched:
         assert made.encoding is not None
         self.encoder, made.encoding.encoder = made.encoding.encoder, self
         self.images: list[int] = []  # of each pass
-        self.layers: list[int] = []  # of each slice; 0: all
+        self.layers: list[int] = []  # of each slice
 
     def begin(self, images: Sequence[Image], rows: np.ndarray) -> list[int]:
         self.images.append(len(images))
@@ -184,6 +185,22 @@ def test_beside_decodes_a_large_image_is_encoded_in_slices() -> None:
     # Three tokens came between its layers.
     between = [[o.sequence.id for o in step] for step in steps]
     assert between[3:6] == [[0], [0], [0, 1]] or between[3:6] == [[0], [0], [0]]
+
+
+def test_alone_too_a_large_image_leaves_no_step_without_progress() -> None:
+    """A pass of minutes in one step was taken for a hung engine."""
+    made = engine("qwen3_vl", bounds=Bounds(cached=128, encoded=64, slice=1))
+    watched = Watched(made)
+    image, pictures = prompt(PROMPTS["first"])
+    assert pictures.images[0].tokens == 22
+    made.submit(0, image, greedy(12, logprobs=0), pictures)
+    found, progress = list[Output](), [made.progress]
+    while not made.idle:
+        found += made.step()
+        progress.append(made.progress)
+    assert watched.layers == [ALONE // 22, ALONE // 22], "of three layers"
+    assert all(before < after for before, after in itertools.pairwise(progress[1:]))
+    equal_to_transformers("qwen3_vl", PROMPTS["first"], found)
 
 
 def test_an_image_that_nobody_waits_for_any_more_does_no_harm() -> None:

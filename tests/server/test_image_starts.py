@@ -23,7 +23,13 @@ from vision_models import PATCH, picture
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, Images
 from kvline_contract.memory import ENCODER_CACHE, ENCODER_WORK, TOWER
 from kvline_server.engine_process.start import LoadedRank, load_rank, start
-from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
+from kvline_server.errors import (
+    ConfigInvalid,
+    ModelInvalid,
+    ModelNotFound,
+    ModelUnsupported,
+    StepTooLong,
+)
 from kvline_server.images.digests import digest
 from kvline_server.ipc.messages import Progress
 from kvline_server.model.config import read_config
@@ -255,12 +261,19 @@ def test_files_that_lack_what_images_need_are_served_as_text_where_nobody_requir
     assert any("images are not served" in text and wanted[what] in text for text in warnings)
 
 
-def test_slices_follow_what_the_largest_passes_took(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert 1 < loaded(folder).settings.encoder_slice < 1 << 31
-    monkeypatch.setattr(images, "SLICE_SECONDS", 1e-9)
-    assert loaded(folder).settings.encoder_slice == 1
+def test_slices_and_the_longest_step_follow_what_the_largest_passes_took(folder: Path) -> None:
+    found = loaded(folder).settings
+    assert 1 < found.encoder_pace < 1 << 31 and found.images is not None
+    assert images.slice_of(100) == 2 and images.slice_of(1) == 1
+    images.check_pace(None, 1, 30.0)
+    images.check_pace(found.images, found.encoder_pace, 30.0)
+    assert found.images.tokens == 100
+    with pytest.raises(StepTooLong, match=r"lower spec\.engine\.maxImagePatches to 160") as refused:
+        images.check_pace(found.images, 1, 50.0)
+    assert [knob.value for knob in refused.value.knobs] == [160]
+    fixed = replace(found.images, vision=replace(found.images.vision, image=32))
+    with pytest.raises(StepTooLong, match=r"leave image out of spec\.engine\.modalities"):
+        images.check_pace(fixed, 1, 50.0)
 
 
 def test_pixels_are_normalised_as_the_models_files_say(folder: Path) -> None:

@@ -84,12 +84,17 @@ def test_a_tool_s_result_may_have_images(image_model: Path, form: Form) -> None:
     play(image_model, story)
 
 
-def test_a_result_that_failed_begins_with_it(image_model: Path) -> None:
+@pytest.mark.parametrize("texts", [0, 1023])
+def test_a_result_that_failed_begins_with_it(image_model: Path, texts: int) -> None:
+    """Though it has as many parts as a message may have."""
+
     async def story(http: Pictured) -> None:
-        path, body = messages(text("A"), result=[part(IMAGE)])
+        own = [text("b")] * texts
+        path, body = messages(text("A"), result=[*own, part(IMAGE)])
         body["messages"][0]["content"][0]["is_error"] = True
         sent, _ = await answered(http, path, body)
-        same, _ = await answered(http, *messages(text("A"), result=[text("Error: "), part(IMAGE)]))
+        whole = [text("Error: " + "b" * texts), part(IMAGE)]
+        same, _ = await answered(http, *messages(text("A"), result=whole))
         assert of(sent) == of(same)
 
     play(image_model, story)

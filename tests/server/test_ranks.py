@@ -83,7 +83,7 @@ class FakeLocal:
             free_before=self.rank,
             collectives=-self.rank,
             encoder=self.rank,
-            slice=9 - self.rank,
+            pace=9 - self.rank,
             device="a device",
             kernels="Kernels",
             fingerprint="f",
@@ -556,7 +556,7 @@ def test_ranks_report_what_was_free_and_what_exchange_and_images_take(pod: Pod) 
     assert joined.free_before == (9, *range(1, len(pod.locals)))
     assert joined.collectives == 0
     last = len(pod.locals) - 1  # takes the most for images, and is slowest
-    assert (joined.encoder, joined.slice) == (last, 9 - last)
+    assert (joined.encoder, joined.pace) == (last, 9 - last)
 
 
 def test_kernels_that_differ_are_refused(pod: Pod) -> None:

@@ -155,15 +155,17 @@ class Slow:
 SPAN = 24  # tokens of an image, in more than one page
 
 
-def pictured(id: int, parts: list[int], output: int, penalty: float = 1.0) -> Sequence:
-    """Texts of so many tokens, and for 0 an image, which is one of three."""
+def pictured(
+    id: int, parts: list[int], output: int, penalty: float = 1.0, kinds: int = 3
+) -> Sequence:
+    """Texts of so many tokens, and for 0 an image, which is one of so many."""
     tokens: list[int] = []
     images: list[Image] = []
     for part in parts:
         if part:
             tokens += range(len(tokens), len(tokens) + part)
         else:
-            pixels = np.full((1, 1, 3), len(tokens) % 3, np.uint8)
+            pixels = np.full((1, 1, 3), (id + len(tokens)) % kinds, np.uint8)
             images.append(Image(len(tokens), SPAN, digest(pixels), pixels))
             tokens += [0] * SPAN
     params = SamplingParams(max_tokens=output, repetition_penalty=penalty)
@@ -171,13 +173,20 @@ def pictured(id: int, parts: list[int], output: int, penalty: float = 1.0) -> Se
 
 
 def scheduler(
-    running: int, step: int, pages: int, mixed: int, slices: int = 1, window: int = 0
+    running: int,
+    step: int,
+    pages: int,
+    mixed: int,
+    slices: int = 1,
+    window: int = 0,
+    ranks: int = 1,
 ) -> Scheduler:
     windows = (0, window) if window else (0,)
     # Of windows as many as these sequences and a step need (groups.CacheSizes).
     more = running * (3 + pages_for(window + PAGE_SIZE)) + pages_for(step)
     caches = Caches(windows, (pages, more)[: len(windows)], step)
-    encoding = Encoding(Slow(slices), Bounds.of(SPAN, step), step, 1000, two_way=True)
+    bounds = Bounds.of(SPAN, step)
+    encoding = Encoding(Slow(slices), bounds, step, 1000, ranks, two_way=True)
     made = Scheduler(caches, running, step, mixed, images=encoding)
     made.prefill_per_request = 1
     return made
@@ -315,3 +324,16 @@ def test_spans_are_sequences_that_end_with_themselves(monkeypatch: pytest.Monkey
         ):
             pages = group.pages[first:last].tolist()
             assert pages == before.pages[: pages_for(int(end))].tolist()
+
+
+def test_requests_with_few_images_do_not_pass_one_with_more_for_ever() -> None:
+    """Each of them had room beside those before it, and so was there room for the next."""
+    made, done = scheduler(8, 300, 400, 128, slices=5, ranks=4), list[int]()
+    made.add(pictured(0, [3], 1000))  # decodes, so that passes take steps
+    for step in range(150):
+        if step == 20:
+            made.add(pictured(170, [2, 0, 1, 0, 1, 0, 1, 0, 1], 6, kinds=251))
+        if step % 4 == 2:
+            made.add(pictured(step, [2, 0, 1], 1 + step % 14, kinds=251))
+        play(made, done)
+    assert 170 in done, f"{len(done)} others were served"

@@ -22,6 +22,8 @@ from kvline_server.parallel.executor import ImageEncoder
 from kvline_server.worker.division import largest
 from kvline_server.worker.step import Step
 
+ALONE = 50  # slices at once where no decode waits: about a second, which is no hung engine
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -56,14 +58,15 @@ class Encoding:
         self.cache = EncodedRows(bounds.cached)
         self.chunk, self.tokens, self.slice = chunk, bounds.encoded, bounds.slice
         self._claimed = 0  # tokens of images that sequences wait for
+        self._full = False  # whether a sequence was refused since the last advance
         self._encoding: list[Image] = []
-        self.encoded = 0  # images
+        self.encoded = self.slices = 0  # images; parts of passes that were run
 
     def advance(self, running: Collection[Sequence]) -> list[Sequence]:
         """Encodes what the next chunks need, or a slice of it where decodes wait. -> sequences that
         cannot go on, as their memory has other pixels than they were sent with"""
         wanted = self._wanted(running)
-        self._claimed = 0
+        self._claimed, self._full = 0, False
         if not (wanted or self._encoding):
             return []
         under_way = [(image.digest, image.tokens) for image in self._encoding]
@@ -74,7 +77,8 @@ class Encoding:
                 [i for i in wanted if i.digest in held and not self.cache.ready(i.digest)]
             )
         decodes = any(each.uncomputed <= 1 for each in running)
-        if self._encoding and self.encoder.run(self._slice() if decodes else 0):
+        self.slices += bool(self._encoding)
+        if self._encoding and self.encoder.run(self._slice(1 if decodes else ALONE)):
             for image in self._encoding:
                 self.cache.written(image.digest)
             self.encoded += len(self._encoding)
@@ -86,14 +90,16 @@ class Encoding:
 
     def claims(self, sequence: Sequence) -> bool:
         """Whether a sequence may begin that needs images which are not there: not while others wait
-        for as many as are encoded at once, as it would only take a place from those behind it."""
+        for as many as are encoded at once, as it would only take a place from those behind it; nor
+        behind one that may not, which smaller ones would pass for ever."""
         if sequence.pictures is None:
             return True
         images = sequence.pictures.within(0, self.chunk)
         missing = {i.digest: i.tokens for i in images if not self.cache.ready(i.digest)}
         tokens = sum(missing.values())
         at_once = min(self.ranks * self.tokens, self.cache.total)
-        if self._claimed and tokens and self._claimed + tokens > at_once:
+        if tokens and (self._full or (self._claimed and self._claimed + tokens > at_once)):
+            self._full = True
             return False
         self._claimed += tokens
         return True
@@ -138,9 +144,9 @@ class Encoding:
         """Tokens of these that the rank with the most has."""
         return largest([image.tokens for image in images], self.ranks)
 
-    def _slice(self) -> int:
-        """Layers."""
-        return max(1, self.slice // self._share(self._encoding))
+    def _slice(self, times: int) -> int:
+        """Layers of so many slices, which are one where decodes wait."""
+        return max(1, times * self.slice // self._share(self._encoding))
 
     def cuts(self, sequence: Sequence, end: int) -> Image | None:
         """The image of which a step may have all tokens or none, and that `end` is within."""

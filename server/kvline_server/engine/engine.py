@@ -101,6 +101,11 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle and not self._in_flight
 
+    @property
+    def progress(self) -> int:
+        """Rises while work goes on: steps, and slices of the encoder."""
+        return self.steps + (self.encoding.slices if self.encoding is not None else 0)
+
     def submit(
         self, id: int, tokens: list[int], params: SamplingParams, pictures: Pictures | None = None
     ) -> None:

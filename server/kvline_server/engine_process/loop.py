@@ -158,7 +158,7 @@ class EngineProcess:
         self.parent.send(
             Beat(
                 busy=not engine.idle,
-                steps=engine.steps,
+                steps=engine.progress,
                 kv_tokens=caches.total * PAGE_SIZE,
                 used_tokens=caches.used * PAGE_SIZE,
                 evictable_tokens=caches.cached * PAGE_SIZE,

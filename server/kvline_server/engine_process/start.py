@@ -65,7 +65,7 @@ class LoadedRank:
             free_before=self.free_before,
             collectives=self.collectives,
             encoder=self.settings.encoder_bytes,
-            slice=self.settings.encoder_slice,
+            pace=self.settings.encoder_pace,
             device=device.name,
             kernels=type(self.local.worker.kernels).__name__,
             fingerprint=self.loaded.fingerprint,
@@ -159,7 +159,8 @@ def start(
         steps = rank.steps(ranks)
         joined = join(rank.local, rank.group, links, steps, rank.message())
         loaded, free = loaded.on(joined.executor, joined.collectives), joined.free_before
-        settings = replace(settings, encoder_bytes=joined.encoder, encoder_slice=joined.slice)
+        settings = replace(settings, encoder_bytes=joined.encoder, encoder_pace=joined.pace)
+    images.check_pace(settings.images, settings.encoder_pace, longest_step)
     result = profile.ProfileLoop(
         device=device,
         settings=settings,
@@ -194,7 +195,7 @@ def _encoding(loaded: Loaded, settings: EngineSettings) -> Encoding | None:
     if executor.encoder is None or settings.images is None:
         return None
     chunk = settings.max_prefill_tokens
-    bounds = replace(settings.images.bounds(chunk), slice=settings.encoder_slice)
+    bounds = replace(settings.images.bounds(chunk), slice=images.slice_of(settings.encoder_pace))
     two_way, ranks = settings.images.vision.two_way, executor.ranks
     return Encoding(executor.encoder, bounds, chunk, loaded.vocabulary, ranks, two_way)
 

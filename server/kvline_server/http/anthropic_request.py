@@ -221,7 +221,7 @@ def _texts(content: str | list[Any], at: str) -> Iterator[str]:
 def _text(block: Any, at: str) -> str:
     kind = kind_of(block)
     if kind is not None and kind != "text":
-        raise _unsupported(f"{at}.type", f"{kind[:40]} is not supported here, as there")
+        raise _unsupported(f"{at}.type", f"{kind[:40]} is not supported here, text is")
     return parse_at(kinds.TextBlock, block, at).text
 
 

@@ -8,17 +8,23 @@ Object = dict[str, Any]
 
 
 class Content:
-    """Texts, and images in their order between them."""
+    """Images in their order, and a text between two of them."""
 
     def __init__(self, *texts: str) -> None:
-        self._parts: list[str | tuple[Object, str]] = list(texts)  # an image has its place
+        self._parts: list[str | tuple[Object, str]] = []  # an image has its place
+        for text in texts:
+            self.text(text)
 
     def __bool__(self) -> bool:
         """Whether it says anything."""
         return any(self._parts)
 
     def text(self, text: str) -> None:
-        self._parts.append(text)
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, str):
+            self._parts[-1] = last + text
+        else:
+            self._parts.append(text)
 
     def image(self, url: str, place: str, detail: str = "auto") -> None:
         """`place`: what its client calls it."""
@@ -28,10 +34,15 @@ class Content:
 
     def begin(self, text: str) -> None:
         """With this text first."""
-        self._parts.insert(0, text)
+        first = self._parts[0] if self._parts else None
+        self._parts[:1] = [text + first] if isinstance(first, str) else [text, *self._parts[:1]]
 
     def extend(self, other: Content) -> None:
-        self._parts += other._parts
+        for part in other._parts:
+            if isinstance(part, str):
+                self.text(part)
+            else:
+                self._parts.append(part)
 
     def whole(self) -> tuple[str | list[Object], dict[str, str]]:
         """One text, or all parts where there are images; the place of each, by where the chat's

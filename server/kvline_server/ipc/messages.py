@@ -265,7 +265,7 @@ class RankLoaded(msgspec.Struct, tag="rank-loaded", array_like=True, kw_only=Tru
     free_before: int  # before it met the others and loaded its weights
     collectives: int  # that the exchange with the others takes of its GPU
     encoder: int = 0  # that the largest passes of images take
-    slice: int = 1  # of a pass between two decodes: tokens times layers
+    pace: int = 1  # of a pass: tokens times layers a second
     device: str
     kernels: str
     fingerprint: str

@@ -44,7 +44,7 @@ class ImageEncoder(Protocol):
 
     def begin(self, images: Sequence[Image], rows: NDArray[np.int64]) -> list[int]:
         """-> the places of all images whose pixels are not those of their digest: where there are
-        some, nothing has begun on any rank."""
+        some, no rank goes on, and the next begin drops what has begun."""
 
     def run(self, layers: int) -> bool: ...
 

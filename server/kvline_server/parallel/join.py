@@ -25,7 +25,7 @@ class Joined:
     free_before: tuple[int, ...]  # bytes of each rank, before the exchange and its weights
     collectives: int  # bytes that the exchange takes of a GPU, at most
     encoder: int  # bytes that passes of images take of a device, at most
-    slice: int  # tokens times layers that each rank encodes in its time
+    pace: int  # tokens times layers of images that each rank encodes in a second
 
 
 def join(
@@ -44,10 +44,10 @@ def join(
     every = [loaded, *others]
     free = tuple(each.free_before for each in every)
     taken = max(each.collectives for each in every)
-    encoder, some = max(each.encoder for each in every), min(each.slice for each in every)
+    encoder, pace = max(each.encoder for each in every), min(each.pace for each in every)
     pids = tuple(each.pid for each in every)
     executor = Ranks(local, group, links, steps, patience, pids)
-    return Joined(executor, free, taken, encoder, some)
+    return Joined(executor, free, taken, encoder, pace)
 
 
 def follow(

@@ -16,9 +16,15 @@ from kvline_contract.launch import Device as Kind
 from kvline_contract.launch import EngineOptions, LaunchConfig, LoadFormat
 from kvline_contract.launch import Images as Asked
 from kvline_contract.memory import ENCODER_CACHE
-from kvline_contract.report import Stage
+from kvline_contract.report import Direction, Knob, Stage
 from kvline_server.engine.encoding import Bounds
-from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
+from kvline_server.errors import (
+    ConfigInvalid,
+    ModelInvalid,
+    ModelNotFound,
+    ModelUnsupported,
+    StepTooLong,
+)
 from kvline_server.images.digests import digest
 from kvline_server.images.processor import MAX_RATIO, Processor
 from kvline_server.ipc.messages import Progress, SendProgress
@@ -39,6 +45,8 @@ PER_REQUEST = 8
 # Of an image, resized. On a CPU the largest would take minutes of every start.
 PATCHES = {Kind.CUDA: 16384, Kind.CPU: 1024}
 SLICE_SECONDS = 0.02  # of the encoder between two steps with decodes, where a layer takes less
+SAFE = 0.8  # of what would just do: attention takes more than in proportion
+FIELD = "spec.engine.maxImagePatches"
 TEXT = 16  # tokens of the context that an image leaves to the rest of a prompt
 Size = tuple[int, int]  # height and width in pixels
 
@@ -150,7 +158,7 @@ def _patches(device: Kind, engine: EngineOptions, vision: VisionConfig, longest:
     given = engine.max_image_patches
     if given is not None and not least <= given <= most:
         raise ConfigInvalid(
-            f"spec.engine.maxImagePatches: expected {least} to {most}, as {of_token} patches "
+            f"{FIELD}: expected {least} to {most}, as {of_token} patches "
             f"are a token and the context has {longest}, got {given}; raise maxModelLen, or lower "
             "it"
         )
@@ -174,8 +182,9 @@ def opened(
     images: Images | None, decoder: Decoder, device: Device, send: SendProgress
 ) -> tuple[Encoder | None, int, int]:
     """The encoder; the bytes that its largest passes take, which in service stay free for it, or on
-    a GPU are its own; and the tokens times layers of a slice. Each rank has its largest share of a
-    pass, without the others, which may not have loaded yet. Raises DeviceOutOfMemory."""
+    a GPU are its own; and the tokens times layers that it encodes in a second. Each rank has its
+    largest share of a pass, without the others, which may not have loaded yet. Raises
+    DeviceOutOfMemory."""
     tower = decoder.weights.tower
     if images is None or tower is None:
         return None, 0, 1
@@ -185,7 +194,7 @@ def opened(
     ms, taken = round((time.monotonic() - began) * 1000), -(-most // MIB) * MIB
     what = f"images of up to {images.patches} patches"
     send(Progress(stage=Stage("encoder", ms, taken, what)))
-    return encoder, taken, max(1, round(SLICE_SECONDS / seconds))
+    return encoder, taken, max(1, round(1 / seconds))
 
 
 def _largest_passes(encoder: Encoder, images: Images, device: Device) -> tuple[int, float]:
@@ -211,6 +220,30 @@ def _largest_passes(encoder: Encoder, images: Images, device: Device) -> tuple[i
         most = max(most, device.peak() - before)
     device.settle()
     return max(most, device.now() - first), slowest  # a GPU keeps what each pass took
+
+
+def slice_of(pace: int) -> int:
+    """Tokens times layers that are encoded between two steps with decodes."""
+    return max(1, round(SLICE_SECONDS * pace))
+
+
+def check_pace(images: Images | None, pace: int, limit: float) -> None:
+    """Raises StepTooLong where a layer of the largest image takes more than `limit` seconds, as a
+    pass is not interrupted within one."""
+    seconds = 0.0 if images is None else images.tokens / pace
+    if images is None or seconds <= limit:
+        return
+    knobs: tuple[Knob, ...] = ()
+    advice = "leave image out of spec.engine.modalities"
+    if not images.vision.image:
+        fits = max(1, int(images.tokens * SAFE * limit / seconds)) * images.vision.merge**2
+        knobs = (Knob(FIELD, Direction.LOWER, fits),)
+        advice = f"lower {FIELD} to {fits}"
+    raise StepTooLong(
+        f"a layer of an image of {images.patches} patches takes {seconds:.3g} s; one of more than "
+        f"{limit:g} s would be taken for a hung engine in service: {advice}",
+        knobs=knobs,
+    )
 
 
 def _blank(height: int, width: int, images: Images) -> Given:

@@ -94,9 +94,9 @@ def load_model(
             notes.warn(group, send, missing, *found)
             del source
             device.settle()
-            encoder, work, some = images.opened(settings.images, worker.decoder, device, send)
+            encoder, work, pace = images.opened(settings.images, worker.decoder, device, send)
             free = 0 if device.gpu else work
-            settings = replace(settings, encoder_bytes=free, encoder_slice=some)
+            settings = replace(settings, encoder_bytes=free, encoder_pace=pace)
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)

@@ -93,10 +93,10 @@ class EngineSettings:
 
     # What is served of images; None: text alone. The fingerprint has its bounds.
     images: Images | None = field(default=None, repr=False)
-    # Bytes to keep free for the encoder's largest passes, which have their own on a GPU, and how
-    # much of one comes between two decodes.
+    # Bytes to keep free for the encoder's largest passes, which have their own on a GPU, and its
+    # pace: tokens times layers a second.
     encoder_bytes: int = field(default=0, repr=False)
-    encoder_slice: int = field(default=1, repr=False)
+    encoder_pace: int = field(default=1, repr=False)
 
     def changed(self, **values: int) -> EngineSettings:
         """With other values of these fields, and with what follows from them."""

@@ -73,7 +73,8 @@ class Encoder:
     def begin(self, images: Sequence[Image], rows: NDArray[np.int64]) -> list[int]:
         """`rows` of the tokens of all, in their order. -> the places of this rank's images whose
         pixels are not those of their digest, by which others would be answered too: where there are
-        some, nothing has begun. Raises as Worker.launch does. 30 ms for 12 MiB."""
+        some, no rank goes on, and the next begin drops what has begun. Raises as Worker.launch
+        does. 30 ms for 12 MiB."""
         self._pass = None
         shares = divided([image.tokens for image in images], self.group.ranks)
         own = [images[at] for at in shares[self.group.rank]]
