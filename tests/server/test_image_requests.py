@@ -185,7 +185,7 @@ def test_who_waits_too_long_gets_a_429_and_what_never_fits_a_400(image_model: Pa
         assert (await asking).status_code == 200
         await answered(http, chat(part(noise(64, 64, 9))))
 
-    play(image_model, story, pages=5, image_wait=0.2)
+    play(image_model, story, pages=5, image_wait=1)
 
 
 def test_who_leaves_while_its_image_waits_to_be_decoded_leaves_nothing(
