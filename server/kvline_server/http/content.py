@@ -11,20 +11,21 @@ class Content:
     """Images in their order, and a text between two of them."""
 
     def __init__(self, *texts: str) -> None:
-        self._parts: list[str | tuple[Object, str]] = []  # an image has its place
+        # Texts that follow each other, or an image with its place.
+        self._parts: list[list[str] | tuple[Object, str]] = []
         for text in texts:
             self.text(text)
 
     def __bool__(self) -> bool:
         """Whether it says anything."""
-        return any(self._parts)
+        return any(isinstance(part, tuple) or any(part) for part in self._parts)
 
     def text(self, text: str) -> None:
         last = self._parts[-1] if self._parts else None
-        if isinstance(last, str):
-            self._parts[-1] = last + text
+        if isinstance(last, list):
+            last.append(text)
         else:
-            self._parts.append(text)
+            self._parts.append([text])
 
     def image(self, url: str, place: str, detail: str = "auto") -> None:
         """`place`: what its client calls it."""
@@ -35,12 +36,15 @@ class Content:
     def begin(self, text: str) -> None:
         """With this text first."""
         first = self._parts[0] if self._parts else None
-        self._parts[:1] = [text + first] if isinstance(first, str) else [text, *self._parts[:1]]
+        if isinstance(first, list):
+            first.insert(0, text)
+        else:
+            self._parts.insert(0, [text])
 
     def extend(self, other: Content) -> None:
         for part in other._parts:
-            if isinstance(part, str):
-                self.text(part)
+            if isinstance(part, list):
+                self.text("".join(part))
             else:
                 self._parts.append(part)
 
@@ -50,12 +54,12 @@ class Content:
         places = {
             f".content[{at}].image_url": part[1]
             for at, part in enumerate(self._parts)
-            if not isinstance(part, str)
+            if isinstance(part, tuple)
         }
-        if not places:
-            return "".join(part for part in self._parts if isinstance(part, str)), places
         parts = [
-            {"type": "text", "text": part} if isinstance(part, str) else part[0]
+            {"type": "text", "text": "".join(part)} if isinstance(part, list) else part[0]
             for part in self._parts
         ]
-        return parts, places
+        if places:
+            return parts, places
+        return "".join(part["text"] for part in parts), places
