@@ -63,8 +63,8 @@ class Encoding:
         self.encoded = self.slices = 0  # images; parts of passes that were run
 
     def advance(self, running: Collection[Sequence]) -> list[Sequence]:
-        """Encodes what the next chunks need, or a slice of it where decodes wait. -> sequences that
-        cannot go on, as their memory has other pixels than they were sent with"""
+        """Encodes a slice of what the next chunks need, a small one where decodes wait. ->
+        sequences that cannot go on, as their memory has other pixels than they were sent with"""
         wanted = self._wanted(running)
         self._claimed, self._full = 0, False
         if not (wanted or self._encoding):
@@ -76,17 +76,21 @@ class Encoding:
             wrong = self._begin(
                 [i for i in wanted if i.digest in held and not self.cache.ready(i.digest)]
             )
-        decodes = any(each.uncomputed <= 1 for each in running)
-        self.slices += bool(self._encoding)
-        if self._encoding and self.encoder.run(self._slice(1 if decodes else ALONE)):
-            for image in self._encoding:
-                self.cache.written(image.digest)
-            self.encoded += len(self._encoding)
-            self._encoding = []
+        if self._encoding:
+            self._run(beside=any(each.uncomputed <= 1 for each in running))
         self._claimed = sum(i.tokens for i in wanted if not self.cache.ready(i.digest))
         return [
             s for s in running if wrong and s.pictures and wrong & {*map(id, s.pictures.images)}
         ]
+
+    def _run(self, beside: bool) -> None:
+        """A slice, `beside` decodes or alone."""
+        self.slices += 1
+        if self.encoder.run(self._slice(1 if beside else ALONE)):
+            for image in self._encoding:
+                self.cache.written(image.digest)
+            self.encoded += len(self._encoding)
+            self._encoding = []
 
     def claims(self, sequence: Sequence) -> bool:
         """Whether a sequence may begin that needs images which are not there: not while others wait
