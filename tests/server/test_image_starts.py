@@ -34,7 +34,7 @@ from kvline_server.images.digests import digest
 from kvline_server.ipc.messages import Progress
 from kvline_server.model.config import read_config
 from kvline_server.options.clients import ClientLimits
-from kvline_server.sizing import images
+from kvline_server.sizing import images, pace
 from kvline_server.worker.encoder import Given
 
 LARGE = 8192 << 20  # has room beside what other tests left in the process
@@ -265,15 +265,16 @@ def test_slices_and_the_longest_step_follow_what_the_largest_passes_took(folder:
     found = loaded(folder).settings
     assert 1 < found.encoder_pace < 1 << 31 and found.images is not None
     assert images.slice_of(100) == 2 and images.slice_of(1) == 1
-    images.check_pace(None, 1, 30.0)
-    images.check_pace(found.images, found.encoder_pace, 30.0)
+    pace.check_layer(replace(found, images=None, encoder_pace=1), 30.0)
+    pace.check_layer(found, 30.0)
     assert found.images.tokens == 100
+    slow = replace(found, encoder_pace=1)
     with pytest.raises(StepTooLong, match=r"lower spec\.engine\.maxImagePatches to 160") as refused:
-        images.check_pace(found.images, 1, 50.0)
+        pace.check_layer(slow, 50.0)
     assert [knob.value for knob in refused.value.knobs] == [160]
     fixed = replace(found.images, vision=replace(found.images.vision, image=32))
     with pytest.raises(StepTooLong, match=r"leave image out of spec\.engine\.modalities"):
-        images.check_pace(fixed, 1, 50.0)
+        pace.check_layer(replace(slow, images=fixed), 50.0)
 
 
 def test_pixels_are_normalised_as_the_models_files_say(folder: Path) -> None:

@@ -29,7 +29,7 @@ from kvline_server.parallel.connect import connect
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.join import join
 from kvline_server.parallel.link import Link
-from kvline_server.sizing import images, load, notes, profile
+from kvline_server.sizing import images, load, notes, pace, profile
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.running import open_to_sizing
@@ -160,7 +160,7 @@ def start(
         joined = join(rank.local, rank.group, links, steps, rank.message())
         loaded, free = loaded.on(joined.executor, joined.collectives), joined.free_before
         settings = replace(settings, encoder_bytes=joined.encoder, encoder_pace=joined.pace)
-    images.check_pace(settings.images, settings.encoder_pace, longest_step)
+    pace.check_layer(settings, longest_step)
     result = profile.ProfileLoop(
         device=device,
         settings=settings,

@@ -56,6 +56,16 @@ def waited(before: Threads, after: Threads) -> float:
     return max((after[key].waited - before[key].waited for key in both), default=0.0)
 
 
+def took(
+    run: Callable[[], object], pids: Iterable[int], clock: Callable[[], float] = time.monotonic
+) -> float:
+    """Seconds that it takes, without those for which these processes waited for a CPU."""
+    own = tuple(pids)
+    before, began = threads(own), clock()
+    run()
+    return clock() - began - waited(before, threads(own))
+
+
 def starved(before: Threads, after: Threads, seconds: float) -> float:
     """How many of the `seconds` between two readings another process's most starved thread was. One
     that wanted a CPU at both was starved while it did not run."""

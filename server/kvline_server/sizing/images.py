@@ -4,29 +4,27 @@ encoder, which run before the KV cache is sized."""
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvline_contract.launch import Device as Kind
 from kvline_contract.launch import EngineOptions, LaunchConfig, LoadFormat
 from kvline_contract.launch import Images as Asked
 from kvline_contract.memory import ENCODER_CACHE
-from kvline_contract.report import Direction, Knob, Stage
+from kvline_contract.report import Stage
 from kvline_server.engine.encoding import Bounds
-from kvline_server.errors import (
-    ConfigInvalid,
-    ModelInvalid,
-    ModelNotFound,
-    ModelUnsupported,
-    StepTooLong,
-)
+from kvline_server.errors import ConfigInvalid, ModelInvalid, ModelNotFound, ModelUnsupported
 from kvline_server.images.digests import digest
 from kvline_server.images.processor import MAX_RATIO, Processor
+from kvline_server.ipc import starvation
 from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.parts import OwnedPart
@@ -45,8 +43,6 @@ PER_REQUEST = 8
 # Of an image, resized. On a CPU the largest would take minutes of every start.
 PATCHES = {Kind.CUDA: 16384, Kind.CPU: 1024}
 SLICE_SECONDS = 0.02  # of the encoder between two steps with decodes, where a layer takes less
-SAFE = 0.8  # of what would just do: attention takes more than in proportion
-FIELD = "spec.engine.maxImagePatches"
 TEXT = 16  # tokens of the context that an image leaves to the rest of a prompt
 Size = tuple[int, int]  # height and width in pixels
 
@@ -158,7 +154,7 @@ def _patches(device: Kind, engine: EngineOptions, vision: VisionConfig, longest:
     given = engine.max_image_patches
     if given is not None and not least <= given <= most:
         raise ConfigInvalid(
-            f"{FIELD}: expected {least} to {most}, as {of_token} patches "
+            f"spec.engine.maxImagePatches: expected {least} to {most}, as {of_token} patches "
             f"are a token and the context has {longest}, got {given}; raise maxModelLen, or lower "
             "it"
         )
@@ -209,11 +205,7 @@ def _largest_passes(encoder: Encoder, images: Images, device: Device) -> tuple[i
         device.settle()
         device.reset_peak()
         before = device.now()
-        started = time.monotonic()
-        assert not encoder.begin(given, rows)
-        encoder.run(0)
-        encoder.embeddings[0].cpu()  # waits for a GPU
-        seconds = time.monotonic() - started
+        seconds = starvation.took(partial(_whole, encoder, given, rows), [os.getpid()])
         own = tokens // encoder.group.ranks
         slowest = max(slowest, seconds / (own * encoder.tower.config.layers))
         device.keep_peak(again=False)
@@ -222,28 +214,16 @@ def _largest_passes(encoder: Encoder, images: Images, device: Device) -> tuple[i
     return max(most, device.now() - first), slowest  # a GPU keeps what each pass took
 
 
+def _whole(encoder: Encoder, images: list[Given], rows: NDArray[np.int64]) -> None:
+    """A pass."""
+    assert not encoder.begin(images, rows)
+    encoder.run(0)
+    encoder.embeddings[0].cpu()  # waits for a GPU
+
+
 def slice_of(pace: int) -> int:
     """Tokens times layers that are encoded between two steps with decodes."""
     return max(1, round(SLICE_SECONDS * pace))
-
-
-def check_pace(images: Images | None, pace: int, limit: float) -> None:
-    """Raises StepTooLong where a layer of the largest image takes more than `limit` seconds, as a
-    pass is not interrupted within one."""
-    seconds = 0.0 if images is None else images.tokens / pace
-    if images is None or seconds <= limit:
-        return
-    knobs: tuple[Knob, ...] = ()
-    advice = "leave image out of spec.engine.modalities"
-    if not images.vision.image:
-        fits = max(1, int(images.tokens * SAFE * limit / seconds)) * images.vision.merge**2
-        knobs = (Knob(FIELD, Direction.LOWER, fits),)
-        advice = f"lower {FIELD} to {fits}"
-    raise StepTooLong(
-        f"a layer of an image of {images.patches} patches takes {seconds:.3g} s; one of more than "
-        f"{limit:g} s would be taken for a hung engine in service: {advice}",
-        knobs=knobs,
-    )
 
 
 def _blank(height: int, width: int, images: Images) -> Given:

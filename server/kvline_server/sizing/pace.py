@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvline_contract.report import Direction, Knob
 from kvline_server.errors import StepTooLong
-from kvline_server.ipc.starvation import threads, waited
+from kvline_server.ipc.starvation import took
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Step
@@ -31,17 +31,33 @@ def check(
     """Raises StepTooLong for a step that takes more than `limit` seconds. It has, and is run once
     more: its first run may have loaded code, and what the node gave to others is left out now,
     whichever rank's process in `pids` waited for a CPU."""
-    before, began = threads(pids), clock()
-    run()
-    seconds = clock() - began - waited(before, threads(pids))
+    seconds = took(run, pids, clock)
     if seconds <= limit:
         return
     rows, context = len(step.tokens), int(step.layout.positions.max()) + 1
-    knobs = _knobs(rows, limit / seconds, settings)
+    what = f"a step of {rows} rows, with a context of {context} tokens, took"
+    raise _too_long(what, seconds, limit, _knobs(rows, limit / seconds, settings))
+
+
+def check_layer(settings: EngineSettings, limit: float) -> None:
+    """Raises StepTooLong where a layer of the largest image takes more than `limit` seconds: a pass
+    of the encoder is not interrupted within one."""
+    images = settings.images
+    if images is None or (seconds := images.tokens / settings.encoder_pace) <= limit:
+        return
+    knobs: tuple[Knob, ...] = ()
+    if not images.vision.image:  # else all are of one size
+        fitting = max(1, int(images.tokens * SAFE * limit / seconds)) * images.vision.merge**2
+        knobs = (Knob("spec.engine.maxImagePatches", Direction.LOWER, fitting),)
+    what = f"a layer of an image of {images.patches} patches takes"
+    raise _too_long(what, seconds, limit, knobs)
+
+
+def _too_long(what: str, seconds: float, limit: float, knobs: tuple[Knob, ...]) -> StepTooLong:
     advice = " and ".join(f"{knob.direction} {knob.spec_field}{_to(knob)}" for knob in knobs)
-    raise StepTooLong(
-        f"a step of {rows} rows, with a context of {context} tokens, took {seconds:.3g} s; one of "
-        f"more than {limit:g} s would be taken for a hung engine in service: {advice}",
+    return StepTooLong(
+        f"{what} {seconds:.3g} s; one of more than {limit:g} s would be taken for a hung engine in "
+        f"service: {advice or 'leave image out of spec.engine.modalities'}",
         knobs=knobs,
     )
 
