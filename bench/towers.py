@@ -4,20 +4,20 @@ alone, what passes take, and the kernels that take most."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from statistics import median
 
 import torch
 import vision_models
 from attention import milliseconds
 from busy import busy
-from images_cpu import MIB, TOWER
+from images_cpu import MIB, tower_of
 from record import record, table
 
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.loader import RandomSource
 from kvline_server.model.vision.tower import Tower
 
-QWEN8B = replace(TOWER, layers=27, hidden=1152, intermediate=4304, out=4096, deepstack=(8, 16, 24))
+QWEN8B = tower_of(4096)
 # Images of so many pixels a side.
 PASSES = {"4096": [1024], "16x1024": [512] * 16, "64x256": [256] * 64, "16384": [2048]}
 
@@ -33,7 +33,7 @@ def run() -> None:
     for name, sides in PASSES.items():
         whole, alone, taken = one(kernels, tower, sides)
         times = milliseconds(whole)
-        middle, attention = times[len(times) // 2], milliseconds(alone)[0]
+        middle, attention = median(times), median(milliseconds(alone))
         record(f"tower-ms-{name}", middle, "ms", (times[0], times[-1]), gpu)
         spread = f"{times[0]:.2f} to {times[-1]:.2f}"
         rows.append([name, f"{middle:.2f}", spread, f"{attention:.2f}", f"{taken:.0f}"])
