@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import seven
 from engines import play_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,14 +39,7 @@ def step(scheduler: Scheduler, done: list[int], check: bool = True) -> list[Work
     for w in work:
         assert w.start == w.sequence.computed
         assert w.sequence.table.tokens >= w.start + w.rows
-    scheduler.advance(work)
-    for w in work:
-        if w.start + w.rows == w.sequence.length:
-            scheduler.confirm(w.sequence, w.sequence.length)
-            w.sequence.tokens.append(7)
-            if w.sequence.length - w.sequence.prompt_length >= w.sequence.params.max_tokens:
-                scheduler.remove(w.sequence)
-                done.append(w.sequence.id)
+    seven.advance(scheduler, work, done)
     if check:
         scheduler.caches.check([each.table for each in scheduler.running])
     return work

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import seven
 from engines import finish, greedy, play_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,14 +200,7 @@ def play(made: Scheduler, done: list[int]) -> bool:
     work = made.schedule()
     assert sum(w.rows for w in work) <= made.max_step_tokens
     whole(work)
-    made.advance(work)
-    for w in work:
-        if w.start + w.rows == w.sequence.length:
-            made.confirm(w.sequence, w.sequence.length)
-            w.sequence.tokens.append(7)
-            if w.sequence.length - w.sequence.prompt_length >= w.sequence.params.max_tokens:
-                made.remove(w.sequence)
-                done.append(w.sequence.id)
+    seven.advance(made, work, done)
     made.caches.check([each.table for each in made.running])
     return True
 
