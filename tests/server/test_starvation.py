@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 from crowded import crowded_out
 
-from kvline_server.ipc.starvation import CALM, LATE, Quiet, Thread, starved, threads
+from kvline_server.ipc.starvation import CALM, LATE, Quiet, Thread, starved, threads, took
 
 pytestmark = pytest.mark.process
 
@@ -131,6 +132,50 @@ def test_a_thread_is_starved_while_it_wants_a_cpu_and_has_none(
     idle = {(2, 2): Thread(False, 0.0, 0.0)}
     found = starved({(1, 1): before, **idle}, {(1, 1): after, **idle}, 2.0)
     assert found == pytest.approx(seconds, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("ran", "waited", "seconds"),
+    [
+        (0.5, 0.5, 9.5),  # on a CPU for a part of it, asleep for the rest
+        (2.0, 8.0, 2.0),
+        (2.0, 40.0, 2.0),  # another waited since before
+        (12.0, 40.0, 10.0),  # accounts are not read at one time
+    ],
+)
+def test_what_a_run_took_is_at_least_what_a_thread_ran(
+    ran: float, waited: float, seconds: float
+) -> None:
+    clock = Clock()
+    accounts = [
+        {(1, 1): Thread(True, 3.0, 1.0), (1, 2): Thread(True, 0.0, 5.0)},
+        {(1, 1): Thread(True, 3.0 + ran, 1.0), (1, 2): Thread(False, 0.0, 5.0 + waited)},
+    ]
+
+    def run() -> None:
+        clock.now += 10.0
+
+    found = took(run, [1], clock, lambda pids: accounts.pop(0))
+    assert found == pytest.approx(seconds)
+
+
+def test_a_run_takes_time_beside_threads_that_wait_for_a_cpu() -> None:
+    """As tests of encoders had none, beside a thread of another test."""
+    ended = threading.Event()
+
+    def wake() -> None:
+        while not ended.is_set():
+            time.sleep(0.001)
+
+    others = [threading.Thread(target=wake) for _ in range(8)]
+    for other in others:
+        other.start()
+    with running(SPINS), running(SPINS), running(SPINS):
+        found = [took(lambda: sum(range(20_000)), [os.getpid()]) for _ in range(200)]
+    ended.set()
+    for other in others:
+        other.join()
+    assert min(found) > 0
 
 
 def test_threads_of_a_process_that_has_ended_are_none() -> None:

@@ -45,7 +45,7 @@ def _thread(folder: Path) -> Thread:
     state, ran, waited = fields[0], (int(fields[11]) + int(fields[12])) * _TICK, 0.0
     with suppress(OSError):  # a kernel may be built without it
         nanoseconds = [int(number) for number in (folder / "schedstat").read_text().split()]
-        waited = nanoseconds[1] / 1e9
+        ran, waited = nanoseconds[0] / 1e9, nanoseconds[1] / 1e9
     return Thread(state == "R", ran, waited)
 
 
@@ -57,13 +57,26 @@ def waited(before: Threads, after: Threads) -> float:
 
 
 def took(
-    run: Callable[[], object], pids: Iterable[int], clock: Callable[[], float] = time.monotonic
+    run: Callable[[], object],
+    pids: Iterable[int],
+    clock: Callable[[], float] = time.monotonic,
+    read: Callable[[Iterable[int]], Threads] = threads,
 ) -> float:
-    """Seconds that it takes, without those for which these processes waited for a CPU."""
-    own = tuple(pids)
-    before, began = threads(own), clock()
+    """Seconds that it takes, without those for which these processes waited for a CPU: at least
+    what one of their threads ran. Another thread of theirs, which has nothing to do with it, may
+    have waited as long, or longer: since before."""
+    own, began = tuple(pids), clock()
+    before = read(own)
     run()
-    return clock() - began - waited(before, threads(own))
+    after = read(own)
+    seconds = clock() - began
+    return max(seconds - waited(before, after), min(seconds, _ran(before, after)))
+
+
+def _ran(before: Threads, after: Threads) -> float:
+    """Seconds that the one that ran longest between two readings did."""
+    both = before.keys() & after.keys()
+    return max((after[key].ran - before[key].ran for key in both), default=0.0)
 
 
 def starved(before: Threads, after: Threads, seconds: float) -> float:
