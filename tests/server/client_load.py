@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import multiprocessing
-import os
 import re
 import socket
 from array import array
@@ -20,10 +18,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import uvicorn
+from http_process import http_process
 from uvicorn.server import ServerState
 
 from kvline_contract.launch import Device
@@ -40,7 +38,6 @@ from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.ipc.messages import Delta, Deltas, PackedScores, Submit
 from kvline_server.options.clients import FREE_BYTES, QUEUED_BYTES, ClientLimits
-from kvline_server.parent.children import HTTP_MALLOC
 
 RUNNING, TOP = 16, 20  # defaults on the CPU
 TOKENS = 40_000  # of the KV cache: so many that bytes are the limit of scored prompts
@@ -256,9 +253,7 @@ def memory() -> tuple[int, int]:
 
 def played(name: str, model: Path) -> tuple[int, int]:
     """-> bytes of growth, and how many requests were refused"""
-    spawn = multiprocessing.get_context("spawn")
-    # Read when a process starts: this one's stays as it is.
-    with patch.dict(os.environ, HTTP_MALLOC), spawn.Pool(1) as pool:
+    with http_process() as pool:
         return pool.apply(_play, (name, model))
 
 

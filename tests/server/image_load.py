@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import os
 from dataclasses import fields
 from pathlib import Path
-from unittest.mock import patch
 
 from client_load import memory
+from http_process import http_process
 from image_chats import chat, messages, part, text
 from image_files import gradient, noise, saved
 from image_kit import Pictured
@@ -20,7 +18,6 @@ from kvline_contract.launch import Device
 from kvline_server.ipc.messages import Released, encode
 from kvline_server.ipc.pixels import PAGE
 from kvline_server.options.clients import ClientLimits
-from kvline_server.parent.children import HTTP_MALLOC
 
 CLIENTS = 6
 CHAT = "/v1/chat/completions"
@@ -47,8 +44,7 @@ def bodies() -> list[tuple[str, bytes]]:
 
 def played(model: Path) -> int:
     """-> bytes of growth"""
-    spawn = multiprocessing.get_context("spawn")
-    with patch.dict(os.environ, HTTP_MALLOC), spawn.Pool(1) as pool:
+    with http_process() as pool:
         return pool.apply(_play, (model,))
 
 

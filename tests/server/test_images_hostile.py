@@ -13,11 +13,13 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import numpy as np
 import pytest
+from http_process import http_process
 from image_files import (
     chunk,
     faded,
@@ -38,22 +40,12 @@ from kvline_server.images.bounds import Bounds, ImageRefused
 from kvline_server.images.container import MAX_BLOCKS, MAX_SCANS, Container, opened
 from kvline_server.images.pixels import pixels, work_bytes
 from kvline_server.images.processor import Processor
-from kvline_server.memory.device import M_MMAP_THRESHOLD
 from kvline_server.options.clients import ClientLimits
-from kvline_server.parent.children import HTTP_MALLOC
 
 # In service decode.py ignores them; pytest makes errors of all, which would hide what follows one.
 pytestmark = pytest.mark.filterwarnings(r"ignore:::PIL\.")
 MUTATED = 2_000
 BOUNDS = Bounds(file_bytes=4 << 20, pixels=250_000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def heap() -> None:
-    """As an HTTP process has it. Where large blocks are on the heap, what a run takes depends on
-    the gaps that other tests left there."""
-    threshold = int(HTTP_MALLOC["MALLOC_MMAP_THRESHOLD_"])
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, threshold)
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -316,42 +308,48 @@ def large(width: int, height: int) -> dict[str, Callable[[], bytes]]:
     [(1400, 1400, 4096), (200, 200, 16_384), (7000, 250, 1024), (250, 7000, 1024)],
 )
 def test_work_is_within_the_bytes_that_are_reserved_for_it(
-    name: str, width: int, height: int, patches: int
+    alone: Pool, name: str, width: int, height: int, patches: int
 ) -> None:
     """And not so far below that the reservation keeps others waiting for nothing."""
     file = opened(large(width, height)[name](), Bounds(file_bytes=1 << 30))
-    peak, reserved = worked(file, processor(shortest=patches * 200).within(patches))
+    peak, reserved = alone.apply(worked, (file, processor(shortest=patches * 200).within(patches)))
     assert reserved / 4 < peak < reserved
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Pool]:
+    """In a worker of the tests what decoding takes depends on the gaps that others left."""
+    with http_process() as pool:
+        yield pool
 
 
 def worked(file: Container, ours: Processor) -> tuple[int, int]:
     """-> the bytes that decoding takes, and those that are reserved for it"""
     found = pixels(file, ours)
-    # What decoders keep from the first run is theirs for good, and no work's; what threads of other
-    # tests take meanwhile is not in each.
-    peak = min(_peak_of_pixels(file, ours) for _ in range(3))
+    held: list[object] = []
+    # What decoders keep from the first run is theirs for good, and no work's.
+    peak = peak_of(lambda: held.append(pixels(file, ours)))
     assert found.values.nbytes < peak
     return peak, work_bytes(file, ours)
 
 
-def _peak_of_pixels(file: Container, ours: Processor) -> int:
-    held: list[object] = []
-    return peak_of(lambda: held.append(pixels(file, ours)))
-
-
 @pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["usual", "progressive"])
-def test_a_phone_s_photo_is_decoded_on_a_cpu(options: dict[str, bool]) -> None:
+def test_a_phone_s_photo_is_decoded_on_a_cpu(alone: Pool, options: dict[str, bool]) -> None:
     """Of 12 million pixels, on their side, in about as large a file as is taken there."""
     limits = ClientLimits().on(Device.CPU)
     drawn = noise(504, 378).resize((4032, 3024))
     data = saved(drawn, "JPEG", quality=78, exif=turned(6), **options)
     assert limits.image_file_bytes() * 2 // 3 < len(data) <= limits.image_file_bytes()
-    peak, reserved = worked(opened(data, Bounds()), processor().within(1024))
+    peak, reserved = alone.apply(worked, (opened(data, Bounds()), processor().within(1024)))
     assert peak < reserved <= limits.decode_bytes
 
 
 @pytest.mark.parametrize("size", [(40, 20_000), (20_000, 40)], ids=["tall", "wide"])
-def test_a_narrow_image_is_counted_as_it_is_between_two_directions(size: tuple[int, int]) -> None:
+def test_a_narrow_image_is_counted_as_it_is_between_two_directions(
+    alone: Pool, size: tuple[int, int]
+) -> None:
     """Gemma's are resized to one size, first in one direction, of which a long side is kept."""
-    peak, reserved = worked(opened(saved(gradient(*size), "JPEG"), Bounds()), gemma())
+    peak, reserved = alone.apply(
+        worked, (opened(saved(gradient(*size), "JPEG"), Bounds()), gemma())
+    )
     assert peak < reserved
