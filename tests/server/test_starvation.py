@@ -170,11 +170,13 @@ def test_a_run_takes_time_beside_threads_that_wait_for_a_cpu() -> None:
     others = [threading.Thread(target=wake) for _ in range(8)]
     for other in others:
         other.start()
-    with running(SPINS), running(SPINS), running(SPINS):
-        found = [took(lambda: sum(range(20_000)), [os.getpid()]) for _ in range(200)]
-    ended.set()
-    for other in others:
-        other.join()
+    try:
+        with running(SPINS), running(SPINS), running(SPINS):
+            found = [took(lambda: sum(range(20_000)), [os.getpid()]) for _ in range(200)]
+    finally:
+        ended.set()
+        for other in others:
+            other.join()
     assert min(found) > 0
 
 

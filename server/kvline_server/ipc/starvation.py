@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 CALM = 1.0  # seconds without progress in which nothing is read, and then between two readings
@@ -27,6 +28,7 @@ class Thread:
 
 
 Threads = Mapping[tuple[int, int], Thread]  # by process and thread id
+_RAN, _WAITED = attrgetter("ran"), attrgetter("waited")
 
 
 def threads(pids: Iterable[int]) -> Threads:
@@ -49,11 +51,11 @@ def _thread(folder: Path) -> Thread:
     return Thread(state == "R", ran, waited)
 
 
-def waited(before: Threads, after: Threads) -> float:
-    """Seconds for which the one that waited longest for a CPU between two readings has. What a
-    thread waits now is not in its account before it gets a CPU."""
+def _most(before: Threads, after: Threads, account: Callable[[Thread], float]) -> float:
+    """Seconds by which it grew between two readings, of the thread whose grew most. What a thread
+    waits now is not in its account before it gets a CPU."""
     both = before.keys() & after.keys()
-    return max((after[key].waited - before[key].waited for key in both), default=0.0)
+    return max((account(after[key]) - account(before[key]) for key in both), default=0.0)
 
 
 def took(
@@ -70,19 +72,14 @@ def took(
     run()
     after = read(own)
     seconds = clock() - began
-    return max(seconds - waited(before, after), min(seconds, _ran(before, after)))
-
-
-def _ran(before: Threads, after: Threads) -> float:
-    """Seconds that the one that ran longest between two readings did."""
-    both = before.keys() & after.keys()
-    return max((after[key].ran - before[key].ran for key in both), default=0.0)
+    ran = min(seconds, _most(before, after, _RAN))
+    return max(ran, seconds - _most(before, after, _WAITED))
 
 
 def starved(before: Threads, after: Threads, seconds: float) -> float:
     """How many of the `seconds` between two readings another process's most starved thread was. One
     that wanted a CPU at both was starved while it did not run."""
-    most = waited(before, after)
+    most = _most(before, after, _WAITED)
     for key in before.keys() & after.keys():
         old, new = before[key], after[key]
         if old.runnable and new.runnable:
