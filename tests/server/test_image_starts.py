@@ -217,7 +217,6 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
     for given, device, why in (
         (gemma, Device.CUDA, "see those behind them, are served on CPUs only"),
         (text, Device.CPU, "no vision_config: the model is one of text"),
-        (folder, Device.CUDA, "on CPUs alone at present"),
     ):
         launch = replace(launch_config(given, required), device=device)
         model = read_config(given)

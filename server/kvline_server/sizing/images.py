@@ -123,10 +123,6 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
             f"{path}: images of this architecture, whose tokens see those behind them, are served "
             "on CPUs only at present; leave image out of spec.engine.modalities"
         )
-    if launch.device is not Kind.CPU:
-        raise ModelUnsupported(
-            "images are served on CPUs alone at present; leave image out of spec.engine.modalities"
-        )
     patches = _patches(launch.device, engine, vision, longest)
     processor = preprocessor.read(folder).within(patches)
     if not processor.fixed:
