@@ -30,4 +30,4 @@ def busy(work: Callable[[], Any]) -> tuple[float, list[list[str]]]:
         end = max(end, last)
     total = sum(each.values())
     top = sorted(each.items(), key=lambda item: -item[1])[:TOP]
-    return took / 1e9, [[n[:60], f"{t / 1e9:.2f}", f"{100 * t / total:.0f}"] for n, t in top]
+    return took / 1e9, [[n[:60], f"{t / 1e9:.4f}", f"{100 * t / total:.0f}"] for n, t in top]

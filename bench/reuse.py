@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import os
 import random
+import time
 from dataclasses import dataclass, field
 
 import offline
@@ -71,8 +72,11 @@ def play(engine: Engine, played: list[Agent]) -> None:
     """All of them, the next turns of each once its last answer is there."""
     prompts: dict[int, list[int]] = {at: [] for at in range(len(played))}
     answers: dict[int, list[int]] = {}  # of the turns that are under way
-    due, step = [(0, 0)], 0
+    due, step, printed = [(0, 0)], 0, time.monotonic()
     while due or answers:
+        if time.monotonic() > printed + 5:
+            printed, turns = time.monotonic(), sum(len(each.found) for each in played)
+            print(f"{turns} turns, {len(answers)} under way, {step} steps", flush=True)
         if not answers:
             step = max(step, due[0][0])
         while due and due[0][0] <= step:

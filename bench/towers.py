@@ -51,9 +51,9 @@ def one(
     """-> a pass, the attention of all its layers, and MiB that it added to what passes keep"""
     pictures = [torch.from_numpy(vision_models.picture(n, n)).to(kernels.device) for n in sides]
     lengths = [(side // QWEN8B.patch) ** 2 for side in sides]
-    shape = sum(lengths), 3, QWEN8B.heads, QWEN8B.head_dim
+    shape = sum(lengths), 3 * QWEN8B.heads * QWEN8B.head_dim
     qkv = torch.randn(shape, device=kernels.device).to(kernels.dtype)
-    (q, k, v), plan = qkv.unbind(1), kernels.encoder.plan(lengths)
+    plan = kernels.encoder.plan(lengths, QWEN8B.heads, QWEN8B.head_dim)
 
     @torch.inference_mode()
     def whole() -> None:
@@ -63,7 +63,7 @@ def one(
     @torch.inference_mode()
     def attention() -> None:
         for _ in range(QWEN8B.layers):
-            kernels.encoder.attend(q, k, v, plan)
+            kernels.encoder.attend(qkv, plan, None)
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

@@ -17,7 +17,7 @@ from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.projection import Projection
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import HostArena, KVLayer, Scales
+from kvline_server.memory.arena import Arena, HostArena, KVLayer, KVShape, Scales
 from kvline_server.memory.device import cpu_device
 from kvline_server.memory.groups import GroupedArena
 from kvline_server.memory.state_arena import StateArena
@@ -71,13 +71,14 @@ def mapped(
     scales: tuple[Scales, ...] = (),
     slots: int = 2,
     matrices: torch.dtype = torch.float32,
+    arenas: Callable[[KVShape, int], Arena] = HostArena,
 ) -> GroupedArena:
-    """So many pages of each group, and slots of recurrent states, in host memory."""
+    """So many pages of each group, and slots of recurrent states."""
     groups = cache_groups(made.config, longest, kept, scales)
     shapes, kernels = state_shapes(made.config), made.kernels
     states = StateArena(shapes, slots, kernels.dtype, matrices, kernels.device).layers()
     limit = pages * max(each.page_bytes for each in groups)
-    arena = GroupedArena(groups, HostArena, limit, states)
+    arena = GroupedArena(groups, arenas, limit, states)
     arena.resize((pages,) * len(groups))
     return arena
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from kvline_server.engine.pictures import Image, Pictures
 from kvline_server.engine.speculation import decode_rows
 from kvline_server.images.digests import digest
 from kvline_server.images.positions import Placed, mrope
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.arena import Arena, HostArena, KVShape
 from kvline_server.memory.device import cpu_device
 from kvline_server.memory.states import BOUNDARY, StatePool
 from kvline_server.model.config import read_config
@@ -62,13 +64,14 @@ def bounds_of(family: str, step: int) -> Bounds:
 
 def rank_of(
     family: str,
-    kernels: TorchKernels,
+    kernels: Kernels,
     bounds: Bounds,
     step: int,
     running: int,
     pages: int,
     model_len: int,
     rows: int,
+    arenas: Callable[[KVShape, int], Arena] = HostArena,
 ) -> Local:
     """The rank of the kernels' group."""
     own, shard = vision_models.saved(family), Shard(kernels.group.rank, kernels.group.ranks)
@@ -80,7 +83,8 @@ def rank_of(
     decoder = Decoder(mine, weights, model_len, kernels, step, len(vision.deepstack))
     assert weights.tower is not None
     encoder = Encoder(weights.tower, decoder, vision_models.BY)
-    arena = mapped(decoder, model_len, pages, slots=1 + running + 8)
+    kept, slots = kernels.dtype, 1 + running + 8
+    arena = mapped(decoder, model_len, pages, kept, slots=slots, arenas=arenas)
     worker = Worker(decoder, arena, 64, running, rows)
     return Local(worker, cpu_device(None, os.getpid()), encoder)
 

@@ -99,9 +99,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
 # With images larger than a window, and than what steps of decodes have for prompts; and without a
 # window that hides anything, as prefixes that it has left are not found again.
 TOKENS = {"mm_tokens_per_image": 64}
-LARGE = {
+LARGE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3_large": ("Gemma3", SIGLIP, windowed(24), GEMMA | TOKENS),
     "gemma3_wide": ("Gemma3", SIGLIP, windowed(4096), GEMMA | TOKENS),
+}
+# In sizes that a GPU's kernels are built for.
+WIDE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rope_parameters": MROPE | {"mrope_section": [24, 20, 20]},
+}
+WIDE_TOWER = {"hidden_size": 144, "out_hidden_size": 512}
+WIDE_RULE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+LARGE |= {
+    "qwen3_vl_wide": ("Qwen3VL", STACKED | WIDE_TOWER, TEXT | WIDE, {}),
+    "qwen2_5_vl_wide": ("Qwen2_5_VL", WINDOWS | WIDE_TOWER, TEXT | WIDE, {}),
+    "qwen3_5_wide": ("Qwen3_5", QWEN | TABLE | WIDE_TOWER, TEXT | HYBRID | WIDE | WIDE_RULE, {}),
 }
 # CLIP's, of which no two channels share one.
 BY = Normalisation(1 / 255, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.275777))
@@ -131,6 +147,7 @@ def saved(family: str) -> Saved:
     given = {"vision_config": vision, "text_config": text, **ids, **more}
     config = getattr(transformers, f"{kind}Config")(**given)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
+    deviation = 0.2 * (TEXT["hidden_size"] / text["hidden_size"]) ** 0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):  # or its states are soon forgotten
@@ -140,7 +157,7 @@ def saved(family: str) -> Saved:
                 if name.endswith("language_model.norm.weight") and kind == "Gemma3":
                     parameter[::2] -= 2  # or each token would follow itself: its LM head is tied
             else:
-                parameter.normal_(0, 0.2)
+                parameter.normal_(0, deviation)
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     atexit.register(shutil.rmtree, folder)
     model.save_pretrained(folder)
@@ -191,9 +208,16 @@ def loaded(family: str) -> Tower:
 
 
 @torch.inference_mode()
-def rows(tower: Tower, pictures: Sequence[Picture], layers: int = 99) -> torch.Tensor:
+def rows(
+    tower: Tower,
+    pictures: Sequence[Picture],
+    layers: int = 99,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
     """What a pass makes, in slices of so many layers."""
-    made = tower.begin(TorchKernels(), [torch.from_numpy(each) for each in pictures], BY)
+    kernels = kernels or TorchKernels()
+    given = [torch.from_numpy(each).to(kernels.device) for each in pictures]
+    made = tower.begin(kernels, given, BY)
     while not made.run(layers):
         assert not made.complete
     return made.rows

@@ -17,6 +17,7 @@ from kvline_server.kernels import (
     cubins,
     cuda_all_reduce,
     cuda_attention,
+    cuda_encoder,
     cuda_experts,
     cuda_linear,
     cuda_mxfp4,
@@ -35,7 +36,8 @@ def variants() -> list[Variant]:
     """All that an image has."""
     dtype = torch.bfloat16
     attention, linears = (cuda_write, cuda_attention, cuda_sinks), (cuda_linear, fp8_linear)
-    others = (*attention, *linears, cuda_all_reduce, cuda_experts, cuda_mxfp4, cuda_recurrent)
+    experts, layers = (cuda_experts, cuda_mxfp4), (cuda_recurrent, cuda_encoder)
+    others = (*attention, *linears, cuda_all_reduce, *experts, *layers)
     return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
 
 

@@ -32,6 +32,7 @@ SOURCES = (
     "triton_recurrent",
     "triton_delta_rule",
     "triton_scan",
+    "triton_encoder",
 )
 # Modules whose lists the numbers of tuning.Choices are indices of.
 CHOOSERS = ("bf16_linear", "fp8_linear", "cuda_experts", "cuda_mxfp4")

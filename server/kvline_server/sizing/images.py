@@ -26,6 +26,7 @@ from kvline_server.images.digests import digest
 from kvline_server.images.processor import MAX_RATIO, Processor
 from kvline_server.ipc import starvation
 from kvline_server.ipc.messages import Progress, SendProgress
+from kvline_server.kernels.encoder import DIM_STEP, DIMS, WIDEST
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.memory.states import BOUNDARY
@@ -123,6 +124,8 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
             f"{path}: images of this architecture, whose tokens see those behind them, are served "
             "on CPUs only at present; leave image out of spec.engine.modalities"
         )
+    if launch.device is not Kind.CPU:
+        _check_kernels(fields, vision)
     patches = _patches(launch.device, engine, vision, longest)
     processor = preprocessor.read(folder).within(patches)
     if not processor.fixed:
@@ -130,6 +133,16 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
     _check_files(launch, fields, vision)
     count = engine.max_images_per_request or PER_REQUEST
     return Images(vision, processor, count, patches, BOUNDARY if model.recurrent else 1)
+
+
+def _check_kernels(fields: Fields, vision: VisionConfig) -> None:
+    """Raises ModelUnsupported for a tower that a GPU's kernels do not take."""
+    if vision.head_dim % DIM_STEP or vision.head_dim > DIMS[-1] or vision.hidden > WIDEST:
+        raise ModelUnsupported(
+            f"{fields.path}: vision_config has heads of {vision.head_dim} elements and rows of "
+            f"{vision.hidden}, on GPUs multiples of {DIM_STEP} up to {DIMS[-1]} and rows up to "
+            f"{WIDEST} are served; leave image out of spec.engine.modalities"
+        )
 
 
 def _check_files(launch: LaunchConfig, fields: Fields, vision: VisionConfig) -> None:

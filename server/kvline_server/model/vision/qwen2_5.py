@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 
 from kvline_server.images.processor import Grid
+from kvline_server.kernels.encoder import Angles
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.linear import Tensors
 from kvline_server.model.vision.config import VisionConfig
-from kvline_server.model.vision.layers import Angles, Layer, Merger, Mlp
-from kvline_server.model.vision.tower import Tower, Work, angles
+from kvline_server.model.vision.layers import Layer, Merger, Mlp
+from kvline_server.model.vision.tower import Tower, Work, angles, plan
 from kvline_server.model.vision.weights import embedding, found, linear, rms_norm
 
 
@@ -50,9 +51,9 @@ class Qwen25(Tower):
 
         return Work(
             x=ordered(x),
-            plan=kernels.encoder.plan([grid.patches for grid in grids]),
+            plan=plan(kernels, self.config, [grid.patches for grid in grids]),
             angles=Angles(ordered(turns.cos), ordered(turns.sin)),
-            windows=kernels.encoder.plan(lengths),
+            windows=plan(kernels, self.config, lengths),
             order=order,
         )
 

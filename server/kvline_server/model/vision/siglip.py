@@ -15,7 +15,7 @@ from kvline_server.model.linear import Tensors
 from kvline_server.model.vision.config import VisionConfig
 from kvline_server.model.vision.layers import Layer, Mlp
 from kvline_server.model.vision.patches import ordered
-from kvline_server.model.vision.tower import Tower, Work
+from kvline_server.model.vision.tower import Tower, Work, plan
 from kvline_server.model.vision.weights import (
     embedding,
     found,
@@ -45,7 +45,7 @@ class Siglip(Tower):
         # All images are of one size.
         table = ordered(grids[0], self.positions.view(side, side, -1))
         x.view(len(grids), *table.shape).add_(table)
-        return Work(x, kernels.encoder.plan([grid.patches for grid in grids]))
+        return Work(x, plan(kernels, self.config, [grid.patches for grid in grids]))
 
     def merge(self, work: Work, rows: torch.Tensor) -> None:
         means = self.last(work.x).view(len(rows), -1, work.x.shape[1]).mean(1)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from kvline_server.images.processor import Grid, Normalisation
+from kvline_server.kernels.encoder import Angles
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.vision.config import VisionConfig
-from kvline_server.model.vision.layers import Angles, Layer, Merger
+from kvline_server.model.vision.layers import Layer, Merger
 from kvline_server.model.vision.patches import cut, grid, places, strips
 from kvline_server.model.vision.weights import Linear
 
@@ -112,7 +113,7 @@ class Pass:
         for at in range(self.done, end):
             whole = work.windows is None or at in tower.config.whole
             plan = work.plan if whole else work.windows
-            tower.layers[at].run(self.kernels, work.x, tower.config.heads, plan, work.angles)
+            tower.layers[at].run(self.kernels, work.x, plan, work.angles)
             self._stack(at, work.x)
         self.done = end
         if end == len(tower.layers):
@@ -127,6 +128,11 @@ class Pass:
             at, out = config.deepstack.index(layer), config.out
             into = self._rows[:, (1 + at) * out : (2 + at) * out]
             self.tower.deepstack[at].run(x, config.merge**2, into)
+
+
+def plan(kernels: Kernels, config: VisionConfig, lengths: Sequence[int]) -> Any:
+    """Of attention over sequences of so many patches each."""
+    return kernels.encoder.plan(lengths, config.heads, config.head_dim)
 
 
 def angles(kernels: Kernels, config: VisionConfig, grids: Sequence[Grid]) -> Angles:

@@ -23,6 +23,13 @@ class Linear:
         every row count, and images have thousands of these."""
         return functional.linear(x, self.weight, self.bias)
 
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The same, into [rows, out]."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
@@ -38,6 +45,7 @@ class LayerNorm:
 class RmsNorm:
     weight: torch.Tensor
     eps: float
+    bias: None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

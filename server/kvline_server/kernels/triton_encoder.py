@@ -1,0 +1,70 @@
+"""Triton code of encoders of images: what is between their GEMMs and attention.
+
+kernels/cubins.py compiles and launches the kernels. Reference: kernels/torch_encoder.py. Heads of
+72 or 80 elements are copied to places of 128, behind which zeros are, as attention takes no others.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def spread_heads(
+    qkv, cos, sin, out, heads, eighths,
+    TURN: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK places of the queries, keys or values of a row a program. A head has 8 * `eighths`
+    elements, of which those of queries and keys are rotated in float32: cos and sin [rows, half].
+    out [rows, 3, heads, PLACES]"""
+    parts = tl.cdiv(heads * PLACES, BLOCK)
+    third, row = tl.program_id(0) // parts % 3, (tl.program_id(0) // parts // 3).to(tl.int64)
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    head, element, half = at // PLACES, at % PLACES, eighths * 4
+    dim = eighths * 8
+    real = (head < heads) & (element < dim)
+    own = qkv + (row * 3 + third) * (heads * dim) + head * dim
+    made = tl.load(own + element, mask=real, other=0.0).to(tl.float32)
+    if TURN:  # noqa: SIM102 - one is known to the compiler, the other to a program
+        if third < 2:
+            low = element < half
+            where = tl.where(low, element + half, element - half)
+            other = tl.load(own + where, mask=real, other=0.0).to(tl.float32)
+            angle = row * half + tl.where(low, element, element - half)
+            made *= tl.load(cos + angle, mask=real, other=0.0)
+            made += tl.where(low, -other, other) * tl.load(sin + angle, mask=real, other=0.0)
+    place = out + (row * 3 + third) * (heads * PLACES) + at
+    tl.store(place, made.to(out.dtype.element_ty), mask=head < heads)
+
+
+@triton.jit
+def join_heads(x, out, heads, eighths, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK places of a row a program. x [rows, heads, PLACES] -> out [rows, heads * dim]"""
+    parts = tl.cdiv(heads * PLACES, BLOCK)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    head, element, dim = at // PLACES, at % PLACES, eighths * 8
+    real = (head < heads) & (element < dim)
+    made = tl.load(x + row * (heads * PLACES) + at, mask=real, other=0.0)
+    tl.store(out + row * (heads * dim) + head * dim + element, made, mask=real)
+
+
+@triton.jit
+def add_then_norm(
+    x, added, weight, bias, out, width, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A row a program. x += added, as rounded; out is the sum's layer norm, or where it is not
+    CENTRED its RMS norm, which reads no bias. All contiguous, [rows, width]"""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    real, place = at < width, row * width + at
+    total = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+    total += tl.load(added + place, mask=real, other=0.0).to(tl.float32)
+    rounded = total.to(x.dtype.element_ty)
+    tl.store(x + place, rounded, mask=real)
+    value = rounded.to(tl.float32)
+    if CENTRED:
+        value = tl.where(real, value - tl.sum(value, axis=0) / width, 0.0)
+    scale = tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
+    made = value * tl.rsqrt(tl.sum(value * value, axis=0) / width + eps) * scale
+    if CENTRED:
+        made += tl.load(bias + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + place, made.to(out.dtype.element_ty), mask=real)

@@ -1,0 +1,79 @@
+"""Our Triton kernels of encoders, without a GPU, against torch's."""
+
+from __future__ import annotations
+
+import pytest
+from interpreted import SHARED, compiled, run
+
+from kvline_server.kernels import cuda_encoder
+
+BEGIN = """
+import torch
+from interpreted import launcher
+from kvline_server.kernels import cuda_encoder, triton_encoder
+from kvline_server.kernels.encoder import Angles
+from kvline_server.kernels.torch_encoder import TorchEncoder
+
+cuda_encoder.launch = launcher(triton_encoder)
+torch.manual_seed(0)
+"""
+
+
+@pytest.mark.kernels
+def test_heads_are_rotated_as_by_torch_and_put_into_places_with_zeros_behind() -> None:
+    """float32 numbers in the place of bfloat16's, so that the two differ by rounding alone. Heads
+    that fill their places and such that do not, more of them than a program has."""
+    run(
+        BEGIN
+        + """
+def check(rows, heads, dim, turned):
+    qkv = torch.randn(rows, 3 * heads * dim)
+    angles = Angles(*torch.randn(2, rows, dim // 2)) if turned else None
+    want = qkv.clone().view(rows, 3, heads, dim)
+    made = cuda_encoder.spread(qkv, heads, angles)
+    if turned:
+        cos, sin = angles.cos[:, None, None], angles.sin[:, None, None]
+        one, other = want[:, :2].chunk(2, dim=-1)
+        turns = torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+        want = torch.cat((turns, want[:, 2:]), dim=1)
+    torch.testing.assert_close(made[..., :dim], want)
+    assert made.shape[-1] == (64 if dim <= 64 else 128)
+    assert not made[..., dim:].any()
+    back = cuda_encoder.join(made[:, 1].contiguous(), dim)
+    assert torch.equal(back, made[:, 1, :, :dim].flatten(1))
+
+check(3, 5, 72, True)
+check(2, 17, 80, True)
+check(2, 3, 64, True)
+check(2, 4, 72, False)
+check(2, 2, 8, True)
+check(2, 2, 128, False)
+"""
+    )
+
+
+@pytest.mark.kernels
+def test_a_sum_is_normed_as_by_torch_and_kept() -> None:
+    """Widths that are no powers of two, aligned for vector loads and not."""
+    run(
+        BEGIN
+        + """
+for width in (1152, 1280, 36, 512):
+    x, made = 3 + torch.randn(2, 3, width)
+    weight, bias = torch.randn(2, width)
+    for given in (bias, None):
+        own, want = x.clone(), x.clone()
+        found = cuda_encoder.add_norm(own, made, weight, given, 1e-6)
+        normed = TorchEncoder().add_norm(want, made, weight, given, 1e-6)
+        assert torch.equal(own, want)
+        torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
+"""
+    )
+
+
+@pytest.mark.kernels
+def test_all_variants_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for name, made in compiled(cuda_encoder.variants(torch.bfloat16), monkeypatch):
+        assert made.shared <= SHARED, name
