@@ -42,7 +42,8 @@ def test_rows_attend_to_all_rows_of_their_sequence(
     torch.manual_seed(dim)
     rows, heads, reference = sum(lengths), 4, TorchEncoder()
     qkv = torch.randn(rows, 3 * heads * dim, device="cuda").to(torch.bfloat16)
-    angles = torch.randn(2, rows, dim // 2) if turned else None
+    turns = torch.randn(rows, dim // 2)
+    angles = torch.stack((turns.cos(), turns.sin())) if turned else None
     want = reference.attend(
         qkv.cpu().float(),
         reference.plan(lengths, heads, dim),

@@ -9,11 +9,13 @@ import torch
 from vision_models import BY, PATCH, picture, pixel_values, saved
 
 from kvline_server.images.processor import Grid
+from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.vision import patches
-from kvline_server.model.vision.patches import cut, grid, places, strips
+from kvline_server.model.vision.patches import Colours, cut, grid, places, strips
 from kvline_server.model.vision.qwen2_5 import windows
 
 TOKEN = 2 * PATCH
+COLOURS = Colours.of(BY, TorchKernels())
 SIZES = [(4, 4), (3, 5), (1, 9), (7, 1), (1, 200)]  # in tokens
 
 
@@ -27,12 +29,12 @@ def test_patches_are_those_of_the_processor(
     given = pixel_values(family, [image])
     want, own = given["pixel_values"], torch.from_numpy(image)
     assert given["image_grid_thw"].tolist() == [[1, size[0] * 2, size[1] * 2]]
-    torch.testing.assert_close(cut(own, config, BY, torch.float32), want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(cut(own, config, COLOURS, torch.float32), want, atol=1e-6, rtol=0)
     monkeypatch.setattr(patches, "ROWS", 2 * (4 * size[1]))
     parts = list(strips(own, config))
     assert len(parts) == -(-size[0] // 2)
-    made = torch.cat([cut(part, config, BY, torch.float32) for part in parts])
-    assert torch.equal(made, cut(own, config, BY, torch.float32))
+    made = torch.cat([cut(part, config, COLOURS, torch.float32) for part in parts])
+    assert torch.equal(made, cut(own, config, COLOURS, torch.float32))
     assert len(made) == grid(own, config).patches == grid(own, config).tokens * 4
 
 
@@ -40,7 +42,7 @@ def test_patches_of_an_image_of_one_size_are_the_processor_s_pixels() -> None:
     """In the order of the squares that are averaged."""
     config, image = saved("gemma3").config, picture(8 * PATCH, 8 * PATCH)
     values = pixel_values("gemma3", [image])["pixel_values"][0]  # [channels, height, width]
-    made = cut(torch.from_numpy(image), config, BY, torch.float32)
+    made = cut(torch.from_numpy(image), config, COLOURS, torch.float32)
     found = places(grid(torch.from_numpy(image), config), made.device).tolist()
     assert found[:6] == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
     for patch, (row, column) in zip(made, found, strict=True):

@@ -4,6 +4,7 @@ from what it saves."""
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import shutil
 import tempfile
@@ -113,11 +114,15 @@ WIDE: dict[str, Any] = {
     "rope_parameters": MROPE | {"mrope_section": [24, 20, 20]},
 }
 WIDE_TOWER = {"hidden_size": 144, "out_hidden_size": 512}
-WIDE_RULE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+WIDE_HYBRID: dict[str, Any] = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": MROPE | {"mrope_section": [6, 5, 5], "partial_rotary_factor": 0.25},
+}
 LARGE |= {
     "qwen3_vl_wide": ("Qwen3VL", STACKED | WIDE_TOWER, TEXT | WIDE, {}),
     "qwen2_5_vl_wide": ("Qwen2_5_VL", WINDOWS | WIDE_TOWER, TEXT | WIDE, {}),
-    "qwen3_5_wide": ("Qwen3_5", QWEN | TABLE | WIDE_TOWER, TEXT | HYBRID | WIDE | WIDE_RULE, {}),
+    "qwen3_5_wide": ("Qwen3_5", QWEN | TABLE | WIDE_TOWER, TEXT | HYBRID | WIDE | WIDE_HYBRID, {}),
 }
 # CLIP's, of which no two channels share one.
 BY = Normalisation(1 / 255, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.275777))
@@ -145,7 +150,8 @@ def saved(family: str) -> Saved:
     kind, vision, text, more = (FAMILIES | LARGE)[family]
     ids = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1} if kind != "Gemma3" else {}
     given = {"vision_config": vision, "text_config": text, **ids, **more}
-    config = getattr(transformers, f"{kind}Config")(**given)
+    # It writes to what it gets, which families share.
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(given))
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     deviation = 0.2 * (TEXT["hidden_size"] / text["hidden_size"]) ** 0.5
     with torch.no_grad():

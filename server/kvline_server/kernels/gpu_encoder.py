@@ -20,6 +20,7 @@ from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
 from kvline_server.kernels import cuda_encoder
 from kvline_server.kernels.encoder import Angles, Encoder
+from kvline_server.kernels.pinned import upload
 
 TILE = {64: 192, 128: 128}  # rows of a block of fa3, by head size
 ALIKE = 4096  # blocks of a head, beyond which all heads have one schedule
@@ -69,7 +70,8 @@ class GpuEncoder(Encoder):
         shape = (*counts, 1, False, wide, wide, False, -1)
         info = module.plan(self._floats, ints, self._pinned, starts, starts, *shape)
         self._copied.record()
-        return Plan(heads, dim, module, ints, info, starts.to(self.device))
+        (placed,) = upload(self.device, starts.numpy())
+        return Plan(heads, dim, module, ints, info, placed)
 
     def attend(self, qkv: torch.Tensor, plan: Plan, angles: Angles | None) -> torch.Tensor:
         q, k, v = cuda_encoder.spread(qkv, plan.heads, angles).unbind(1)

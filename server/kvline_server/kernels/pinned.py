@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 import torch
+
+ALIGN = 16  # bytes
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """Kernels.upload."""
-    starts, size = [], 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // 16) * 16
+    *starts, size = accumulate((-(-a.nbytes // ALIGN) * ALIGN for a in arrays), initial=0)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    packed = host.numpy()
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    pack(arrays, starts, host.numpy())
     uploaded = host.to(device, non_blocking=True)
     return [
         uploaded[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+def pack(arrays: Sequence[np.ndarray], starts: Sequence[int], host: np.ndarray) -> None:
+    """To `host`, uint8, the numbers of each, in order of rows whatever its strides."""
+    for start, array in zip(starts, arrays, strict=True):
+        numbers = np.ascontiguousarray(array).reshape(-1)
+        host[start : start + array.nbytes] = numbers.view(np.uint8)
 
 
 class PinnedCopies:

@@ -87,10 +87,12 @@ class Encoder:
         each = np.split(rows, ends)
         with device_errors.translated("encode"), self.kernels.encoder.memory():
             of_ranks = [np.concatenate([rows[:0], *(each[at] for at in s)]) for s in shares]
-            self._rows = self.kernels.upload(*of_ranks)
+            placed = self.kernels.upload(*of_ranks, *copies)
+            self._rows = placed[: len(shares)]
             self._left = self.tower.config.layers
             if own:
-                given = [torch.from_numpy(pixels).to(self.kernels.device) for pixels in copies]
+                flat = zip(placed[len(shares) :], copies, strict=True)
+                given = [each.view(pixels.shape) for each, pixels in flat]
                 self._pass = self.tower.begin(self.kernels, given, self.normalisation)
         return []
 

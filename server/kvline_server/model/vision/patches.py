@@ -4,13 +4,30 @@ token, a square of `merge` x `merge`, follow each other."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvline_server.images.processor import Grid, Normalisation
+from kvline_server.kernels.interface import Kernels
 from kvline_server.model.vision.config import CHANNELS, VisionConfig
 
 ROWS = 4096  # that are computed at once where rows are apart: bounds what lies between two GEMMs
+
+
+@dataclass(frozen=True, slots=True)
+class Colours:
+    """A Normalisation, where the pixels are."""
+
+    rescale: float
+    mean: torch.Tensor  # float32 [channels]
+    std: torch.Tensor
+
+    @classmethod
+    def of(cls, by: Normalisation, kernels: Kernels) -> Colours:
+        arrays = (np.asarray(each, np.float32) for each in (by.mean, by.std))
+        return cls(by.rescale, *kernels.upload(*arrays))
 
 
 def ordered(grid: Grid, by_place: torch.Tensor) -> torch.Tensor:
@@ -46,16 +63,13 @@ def strips(pixels: torch.Tensor, config: VisionConfig) -> Iterator[torch.Tensor]
 
 
 def cut(
-    pixels: torch.Tensor, config: VisionConfig, by: Normalisation, dtype: torch.dtype
+    pixels: torch.Tensor, config: VisionConfig, by: Colours, dtype: torch.dtype
 ) -> torch.Tensor:
     """Normalised in float32. A patch is its channels, frames, rows and columns.
     uint8 [height, width, channels] -> dtype [patches, config.inputs]"""
     p, m, frames = config.patch, config.merge, config.frames
     high, wide = (side // config.factor for side in pixels.shape[:2])
-    shape = (high, wide, m, m, CHANNELS, frames, p, p)
-    out = torch.empty(shape, dtype=dtype, device=pixels.device)
-    for channel, (mean, std) in enumerate(zip(by.mean, by.std, strict=True)):
-        values = pixels[..., channel].float().mul_(by.rescale).sub_(mean).div_(std)
-        blocks = values.view(high, m, p, wide, m, p).permute(0, 3, 1, 4, 2, 5)
-        out[:, :, :, :, channel] = blocks.unsqueeze(4)
-    return out.view(-1, config.inputs)
+    values = pixels.float().mul_(by.rescale).sub_(by.mean).div_(by.std)
+    blocks = values.view(high, m, p, wide, m, p, CHANNELS).permute(0, 3, 1, 4, 6, 2, 5)
+    out = torch.empty((high, wide, m, m, CHANNELS, frames, p, p), dtype=dtype, device=pixels.device)
+    return out.copy_(blocks.unsqueeze(5)).view(-1, config.inputs)

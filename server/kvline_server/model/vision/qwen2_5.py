@@ -41,7 +41,7 @@ class Qwen25(Tower):
             orders.append(order + start)
             lengths += [each * unit for each in tokens]
             start += grid.tokens
-        order = torch.cat(orders).to(x.device)
+        (order,) = kernels.upload(torch.cat(orders).numpy())
         turns = angles(kernels, self.config, grids)
 
         def ordered(rows: torch.Tensor) -> torch.Tensor:

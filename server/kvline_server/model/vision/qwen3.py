@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
@@ -34,11 +35,15 @@ class Qwen3(Tower):
         ]
 
     def prepare(self, kernels: Kernels, x: torch.Tensor, grids: Sequence[Grid]) -> Work:
-        start = 0
-        for grid in grids:
-            x[start : start + grid.patches] += self._places(grid).to(x.dtype)
-            start += grid.patches
-        every = plan(kernels, self.config, [grid.patches for grid in grids])
+        starts: dict[Grid, list[int]] = {}
+        for grid, end in zip(grids, accumulate(each.patches for each in grids), strict=True):
+            starts.setdefault(grid, []).append(end - grid.patches)
+        for grid, every_start in starts.items():
+            made = self._places(grid).to(x.dtype)
+            for start in every_start:
+                x[start : start + grid.patches] += made
+        lengths = [grid.patches for grid in grids]
+        every = plan(kernels, self.config, lengths)
         return Work(x, every, angles(kernels, self.config, grids))
 
     def _places(self, grid: Grid) -> torch.Tensor:

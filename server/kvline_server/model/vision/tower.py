@@ -18,7 +18,7 @@ from kvline_server.kernels.encoder import Angles
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.vision.config import VisionConfig
 from kvline_server.model.vision.layers import Layer, Merger
-from kvline_server.model.vision.patches import cut, grid, places, strips
+from kvline_server.model.vision.patches import Colours, cut, grid, places, strips
 from kvline_server.model.vision.weights import Linear
 
 
@@ -66,11 +66,11 @@ class Tower(ABC):
         """-> [count patches, hidden]"""
         shape = (count, self.config.hidden)
         x = torch.empty(shape, dtype=kernels.dtype, device=kernels.device)
-        start = 0
+        start, colours = 0, Colours.of(by, kernels)
         for strip in (each for pixels in images for each in strips(pixels, self.config)):
-            made = self.patches(cut(strip, self.config, by, kernels.dtype))
-            x[start : start + len(made)] = made
-            start += len(made)
+            own = cut(strip, self.config, colours, kernels.dtype)
+            self.patches.into(own, x[start : start + len(own)])
+            start += len(own)
         return x
 
 
@@ -137,5 +137,6 @@ def plan(kernels: Kernels, config: VisionConfig, lengths: Sequence[int]) -> Any:
 
 def angles(kernels: Kernels, config: VisionConfig, grids: Sequence[Grid]) -> Angles:
     """Of all patches, in their order."""
-    every = torch.cat([places(each, kernels.device) for each in grids])
+    of_grid = {each: places(each, kernels.device) for each in set(grids)}
+    every = torch.cat([of_grid[each] for each in grids])
     return Angles.of(every, config.head_dim, config.theta)
