@@ -12,6 +12,7 @@ import os
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import busy
@@ -47,6 +48,7 @@ from kvline_server.sizing.settings import DEFAULTS
 from kvline_server.worker.worker import Worker
 
 MAX_MODEL_LEN = 8192
+NOTHING_ELSE = EngineOptions()
 CACHES = [KVCacheDtype(n) for n in os.environ.get("KVLINE_BENCH_KV_CACHE", "auto").split(",")]
 PROFILED = os.environ.get("KVLINE_BENCH_PROFILED", "r512,nano").split(",")
 # Of a model and its KV cache: runs of each workload, in tokens per second, and its KV tokens.
@@ -95,10 +97,11 @@ def start(
     headroom_mib: int | None = None,
     speculation: Speculation | None = None,
     grammars: GrammarService | None = None,
+    options: EngineOptions = NOTHING_ELSE,
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
     at most `running` running requests or kvline's default. Without `max_model_len` the model's own
-    context is sought."""
+    context is sought. `options`: what is asked for besides."""
     gc.unfreeze()  # an engine before this one is not to be kept
     gc.collect()
     collect_rarely()
@@ -115,9 +118,10 @@ def start(
             device=device,
             tensor_parallel=gpus,
             model=Model(str(folder), str(folder), name, load),
-            engine=EngineOptions(
-                max_model_len,
-                running,
+            engine=replace(
+                options,
+                max_model_len=max_model_len,
+                max_running_requests=running,
                 kv_cache_dtype=cache or only_cache(),
                 speculation=speculation,
             ),

@@ -1,7 +1,7 @@
 """The shapes of the GPU figures, with random weights: Llama-3.1-8B and Qwen3-0.6B in all of them,
 Llama-3.1-70B where there are several GPUs, Qwen3-30B-A3B of mixtures of experts, Gemma-3-12B of
-sliding windows, gpt-oss' of experts in 4 bits, hybrids of recurrent layers; of Llamas with weights
-in fp8 too."""
+sliding windows, gpt-oss' of experts in 4 bits, hybrids of recurrent layers, models that see images;
+of Llamas with weights in fp8 too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hybrid_shapes
+import image_shapes
 
 from kvline_server.model.config import Experts, ModelConfig, Norms
 from kvline_server.model.positions import Rope, YarnScaling
@@ -121,6 +122,7 @@ SHAPES = {
     "llama8b-fp8-block": replace(LLAMA8B, quantization=IN_BLOCKS),
     "llama70b-fp8": replace(LLAMA70B, quantization=BY_CHANNEL),
     **hybrid_shapes.HYBRIDS,
+    **image_shapes.SEEING,
 }
 ON_ONE_GPU = ("llama8b", "qwen06b")
 # The model that one is compared with, and what results call the difference.
@@ -153,7 +155,7 @@ QUANTIZATION_CONFIGS: dict[Quantization, dict[str, Any]] = {
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """config.json of a shape, as the model's authors write it."""
+    """config.json of a shape, and of its images, as the model's authors write it."""
     shape = asdict(SHAPES[name])
     body = {
         "architectures": [shape["architecture"]],
@@ -199,6 +201,9 @@ def write_config(name: str, folder: Path) -> Path:
         body |= hybrid_shapes.fields(SHAPES[name])
     if (how := SHAPES[name].quantization) is not None:
         body[FIELD] = QUANTIZATION_CONFIGS[how]
+    if name in image_shapes.TOWERS:
+        image_shapes.write_processor(name, folder)
+        body = image_shapes.whole(name, body)
     (folder / "config.json").write_text(json.dumps(body))
     return folder
 

@@ -8,10 +8,10 @@ import os
 
 import left
 import offline
+import soak
 import torch
 from record import record, table
 from shapes import SHAPES
-from soak import soak
 
 from kvline_contract.memory import KV_CACHE, WINDOWS
 
@@ -32,8 +32,7 @@ def run() -> None:
     head = ["KV tokens", "KV cache MiB", "windows MiB", "if all is kept", "ratio"]
     figures = [result.kv_tokens, memory.mib(KV_CACHE), memory.mib(WINDOWS), kept]
     table(f"{NAME}, {RUNNING} requests", head, [[*map(str, figures), f"{ratio:.2f}"]])
-    failures, lowest, grew, made, preempted = soak(engine, SHAPES[NAME].vocabulary, seconds)
-    record(f"soak-oom-{NAME}", failures, f"in {seconds:.0f} s", (failures, failures), gpu)
-    head = ["OOM", "lowest free MiB", "reserve grew MiB", "requests", "preempted"]
-    row = [f"{figure:.0f}" for figure in (failures, lowest, grew, made, preempted)]
-    table(f"Worst allowed mix at headroom 0, {seconds:.0f} s", head, [row])
+    found = soak.soak(engine, SHAPES[NAME].vocabulary, seconds)
+    soak.keep(NAME, found, seconds, gpu)
+    cells = found.cells
+    table(f"Worst allowed mix at headroom 0, {seconds:.0f} s", soak.HEAD[2:][: len(cells)], [cells])
