@@ -70,20 +70,15 @@ def test_a_plan_is_that_of_its_own_lengths_while_others_are_made(encoder: Encode
 
 @pytest.mark.parametrize("width", [32, 1152, 1280, 4098])
 @pytest.mark.parametrize("centred", [False, True])
-def test_a_sum_is_normed(encoder: Encoder, width: int, centred: bool) -> None:
+@pytest.mark.parametrize("added", [False, True])
+def test_rows_are_normed(encoder: Encoder, width: int, centred: bool, added: bool) -> None:
     torch.manual_seed(width)
     x, made = (2 + torch.randn(2, 300, width, device="cuda")).to(torch.bfloat16)
     weight, bias = torch.randn(2, width, device="cuda").to(torch.bfloat16)
-    given = bias if centred else None
-    total = x + made
-    want = TorchEncoder().add_norm(
-        total.float(),
-        torch.zeros_like(total).float(),
-        weight.float(),
-        None if given is None else given.float(),
-        1e-6,
-    )
-    found = encoder.add_norm(x, made, weight, given, 1e-6)
+    given, total = bias if centred else None, (x + made if added else x.clone())
+    rounded = None if given is None else given.float()
+    want = TorchEncoder().norm(total.float(), weight.float(), rounded, 1e-6)
+    found = encoder.norm(x, weight, given, 1e-6, made if added else None)
     assert torch.equal(x, total)
     torch.testing.assert_close(found.float(), want, atol=2e-2, rtol=1e-2)
 

@@ -61,10 +61,10 @@ def test_a_sum_is_normed_as_by_torch_and_kept() -> None:
 for width in (1152, 1280, 36, 512):
     x, made = 3 + torch.randn(2, 3, width)
     weight, bias = torch.randn(2, width)
-    for given in (bias, None):
+    for given, added in ((bias, made), (None, made), (bias, None), (None, None)):
         own, want = x.clone(), x.clone()
-        found = cuda_encoder.add_norm(own, made, weight, given, 1e-6)
-        normed = TorchEncoder().add_norm(want, made, weight, given, 1e-6)
+        found = cuda_encoder.norm(own, weight, given, 1e-6, added)
+        normed = TorchEncoder().norm(want, weight, given, 1e-6, added)
         assert torch.equal(own, want)
         torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
 """

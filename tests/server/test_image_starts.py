@@ -210,12 +210,17 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
     shutil.copytree(folder, text)
     raw = json.loads((text / "config.json").read_text())
     (text / "config.json").write_text(json.dumps(raw | {"vision_config": {}}))
+    heads = tmp_path / "heads"
+    shutil.copytree(folder, heads)
+    tower = raw["vision_config"] | {"hidden_size": 264, "num_heads": 2}
+    (heads / "config.json").write_text(json.dumps(raw | {"vision_config": tower}))
     required, served = (
         EngineOptions(max_model_len=LENGTH, images=each)
         for each in (Images.REQUIRED, Images.IF_SERVED)
     )
     for given, device, why in (
         (gemma, Device.CUDA, "see those behind them, are served on CPUs only"),
+        (heads, Device.CUDA, "heads of 132 elements"),
         (text, Device.CPU, "no vision_config: the model is one of text"),
     ):
         launch = replace(launch_config(given, required), device=device)
@@ -225,6 +230,19 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
         sees, warning = images.asked(replace(launch, engine=served), model, LENGTH)
         assert sees is None
         assert warning == "" if given is text else why in warning
+
+
+def test_a_gpu_s_images_have_sixteen_times_a_cpu_s_patches(folder: Path, tmp_path: Path) -> None:
+    """By default; of a CPU they would take minutes of every start."""
+    large, longest = tmp_path / "large", 100_000
+    shutil.copytree(folder, large)
+    file = large / "preprocessor_config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"size": raw["size"] | {"longest_edge": 1 << 24}}))
+    launch = launch_config(large, EngineOptions(max_model_len=longest, images=Images.REQUIRED))
+    for device, patches in ((Device.CPU, 1024), (Device.CUDA, 16384)):
+        sees, _ = images.asked(replace(launch, device=device), read_config(large), longest)
+        assert sees is not None and sees.patches == patches
 
 
 @pytest.mark.parametrize("what", ["preprocessor", "token", "tensor"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -41,18 +42,20 @@ def join(x: torch.Tensor, dim: int) -> torch.Tensor:
     return out
 
 
-def add_norm(
+def norm(
     x: torch.Tensor,
-    made: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
+    added: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Encoder.add_norm, of contiguous rows."""
+    """Encoder.norm."""
     (rows, width), out = x.shape, torch.empty_like(x)
-    variant = _norm_variant(x.dtype, bias is not None, width, width % ALIGN == 0)
-    given = weight if bias is None else bias
-    launch(variant, rows, x, made, weight, given, out, width, eps)
+    kind = added is not None, bias is not None
+    variant = _norm_variant(x.dtype, *kind, width, width % ALIGN == 0)
+    # Kernels do not read what is not there; any pointer will do.
+    more, given = (x if added is None else added), (weight if bias is None else bias)
+    launch(variant, rows, x, more, weight, given, out, width, eps)
     return out
 
 
@@ -66,8 +69,8 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
         yield from (_spread_variant(dtype, turned, wide) for turned in (False, True))
         yield _join_variant(dtype, wide)
     for block in BLOCKS:
-        for centred in (False, True):
-            yield from (_norm_variant(dtype, centred, block, fits) for fits in (False, True))
+        for added, centred, fits in itertools.product((False, True), repeat=3):
+            yield _norm_variant(dtype, added, centred, block, fits)
 
 
 def _spread_variant(dtype: torch.dtype, turned: bool, wide: int) -> Variant:
@@ -83,10 +86,12 @@ def _join_variant(dtype: torch.dtype, wide: int) -> Variant:
     return Variant("join_heads", (kind, kind, "i32", "i32"), (0, 1), constants)
 
 
-def _norm_variant(dtype: torch.dtype, centred: bool, width: int, aligned: bool) -> Variant:
+def _norm_variant(
+    dtype: torch.dtype, added: bool, centred: bool, width: int, aligned: bool
+) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
     block = next(each for each in BLOCKS if width <= each)
-    constants = (("CENTRED", int(centred)), ("BLOCK", block))
+    constants = (("ADDED", int(added)), ("CENTRED", int(centred)), ("BLOCK", block))
     where = (0, 1, 2, 3, 4, 5) if aligned else ()
     arguments = (*[kind] * 5, "i32", "fp32")
     return Variant("add_then_norm", arguments, where, constants, warps=max(1, block // 512))

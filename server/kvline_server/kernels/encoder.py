@@ -50,16 +50,16 @@ class Encoder(ABC):
         dim], which it may overwrite -> [rows, heads * dim], contiguous"""
 
     @abstractmethod
-    def add_norm(
+    def norm(
         self,
         x: torch.Tensor,
-        made: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         eps: float,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Adds `made` to x in place. -> the norm of the sum: a layer norm, or without a bias an RMS
-        norm. [rows, width]"""
+        """A layer norm, or without a bias an RMS norm, of x with what is `added` to it in place
+        before. [rows, width], contiguous"""
 
     @abstractmethod
     def linear_gelu(

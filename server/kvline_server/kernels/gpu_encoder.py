@@ -100,15 +100,15 @@ class GpuEncoder(Encoder):
         )
         return cuda_encoder.join(out, plan.dim)
 
-    def add_norm(
+    def norm(
         self,
         x: torch.Tensor,
-        made: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         eps: float,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return cuda_encoder.add_norm(x, made, weight, bias, eps)
+        return cuda_encoder.norm(x, weight, bias, eps, added)
 
     def linear_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor

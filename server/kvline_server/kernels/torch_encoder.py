@@ -47,15 +47,16 @@ class TorchEncoder(Encoder):
             start = end
         return out.flatten(1)
 
-    def add_norm(
+    def norm(
         self,
         x: torch.Tensor,
-        made: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         eps: float,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x += made
+        if added is not None:
+            x += added
         if bias is None:
             return functional.rms_norm(x, weight.shape, weight, eps)
         return functional.layer_norm(x, weight.shape, weight, bias, eps)

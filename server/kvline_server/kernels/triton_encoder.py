@@ -50,17 +50,19 @@ def join_heads(x, out, heads, eighths, PLACES: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def add_then_norm(
-    x, added, weight, bias, out, width, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+    x, added, weight, bias, out, width, eps,
+    ADDED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. x += added, as rounded; out is the sum's layer norm, or where it is not
+    """A row a program. With ADDED x += added, as rounded; out is x's layer norm, or where it is not
     CENTRED its RMS norm, which reads no bias. All contiguous, [rows, width]"""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     real, place = at < width, row * width + at
-    total = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
-    total += tl.load(added + place, mask=real, other=0.0).to(tl.float32)
-    rounded = total.to(x.dtype.element_ty)
-    tl.store(x + place, rounded, mask=real)
-    value = rounded.to(tl.float32)
+    value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+    if ADDED:
+        value += tl.load(added + place, mask=real, other=0.0).to(tl.float32)
+        rounded = value.to(x.dtype.element_ty)
+        tl.store(x + place, rounded, mask=real)
+        value = rounded.to(tl.float32)
     if CENTRED:
         value = tl.where(real, value - tl.sum(value, axis=0) / width, 0.0)
     scale = tl.load(weight + at, mask=real, other=0.0).to(tl.float32)

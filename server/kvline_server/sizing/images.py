@@ -137,10 +137,12 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
 
 def _check_kernels(fields: Fields, vision: VisionConfig) -> None:
     """Raises ModelUnsupported for a tower that a GPU's kernels do not take."""
-    if vision.head_dim % DIM_STEP or vision.head_dim > DIMS[-1] or vision.hidden > WIDEST:
+    joined = 1 if vision.kind == "siglip" else vision.merge**2  # patches of a row that is normed
+    dim, wide = vision.head_dim, vision.hidden * joined
+    if dim % DIM_STEP or dim > DIMS[-1] or wide > WIDEST:
         raise ModelUnsupported(
-            f"{fields.path}: vision_config has heads of {vision.head_dim} elements and rows of "
-            f"{vision.hidden}, on GPUs multiples of {DIM_STEP} up to {DIMS[-1]} and rows up to "
+            f"{fields.path}: vision_config has heads of {dim} elements and norms of {wide}, "
+            f"on GPUs heads of a multiple of {DIM_STEP} up to {DIMS[-1]} and norms of up to "
             f"{WIDEST} are served; leave image out of spec.engine.modalities"
         )
 

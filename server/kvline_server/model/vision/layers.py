@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,7 @@ from torch.nn import functional
 from kvline_server.kernels.encoder import Angles
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.vision.patches import ROWS
-from kvline_server.model.vision.weights import LayerNorm, Linear, RmsNorm
-
-Norm = LayerNorm | RmsNorm
+from kvline_server.model.vision.weights import Linear, Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +40,33 @@ class Layer:
 
     def run(self, kernels: Kernels, x: torch.Tensor, plan: Any, angles: Angles | None) -> None:
         """In place; `plan` is of Encoder. x [patches, hidden]"""
-        encoder, norm = kernels.encoder, self.between
         qkv = x.new_empty(len(x), len(self.qkv.weight))
         for rows in some(len(x)):
-            self.qkv.into(self.before(x[rows]), qkv[rows])
-        mixed = encoder.attend(qkv, plan, angles)
+            self.qkv.into(self.before.of(kernels, x[rows]), qkv[rows])
+        mixed = kernels.encoder.attend(qkv, plan, angles)
         del qkv  # before the MLP takes as much
         for rows in some(len(x)):
             own, made = x[rows], self.out(mixed[rows])
-            own += self.mlp.run(
-                kernels, encoder.add_norm(own, made, norm.weight, norm.bias, norm.eps)
-            )
+            own += self.mlp.run(kernels, self.between.of(kernels, own, made))
 
 
 @dataclass(frozen=True, slots=True)
 class Merger:
     """Makes one row of the patches of a token: an MLP of them all."""
 
-    norm: Callable[[torch.Tensor], torch.Tensor]
+    norm: Norm
     joined: bool  # are they before the norm, or after it
     up: Linear
     down: Linear
 
-    def run(self, x: torch.Tensor, patches: int, out: torch.Tensor) -> None:
+    def run(self, kernels: Kernels, x: torch.Tensor, patches: int, out: torch.Tensor) -> None:
         """`patches` become one row of `out`. x [rows, hidden] -> out [rows / patches, width]"""
         for rows in some(len(out), ROWS // patches):
             own = x[rows.start * patches : rows.stop * patches]
             if self.joined:
-                made = self.norm(own.view(-1, patches * own.shape[1]))
+                made = self.norm.of(kernels, own.view(-1, patches * own.shape[1]))
             else:
-                made = self.norm(own).view(-1, patches * own.shape[1])
+                made = self.norm.of(kernels, own).view(-1, patches * own.shape[1])
             out[rows] = self.down(functional.gelu(self.up(made)))
 
 

@@ -57,10 +57,10 @@ class Qwen25(Tower):
             order=order,
         )
 
-    def merge(self, work: Work, rows: torch.Tensor) -> None:
+    def merge(self, kernels: Kernels, work: Work, rows: torch.Tensor) -> None:
         assert work.order is not None
         made = torch.empty_like(rows)
-        self.merger.run(work.x, self.config.merge**2, made)
+        self.merger.run(kernels, work.x, self.config.merge**2, made)
         rows[work.order] = made
 
 

@@ -57,8 +57,8 @@ class Qwen3(Tower):
         )
         return ordered(grid, made[0].permute(1, 2, 0))
 
-    def merge(self, work: Work, rows: torch.Tensor) -> None:
-        self.merger.run(work.x, self.config.merge**2, rows[:, : self.config.out])
+    def merge(self, kernels: Kernels, work: Work, rows: torch.Tensor) -> None:
+        self.merger.run(kernels, work.x, self.config.merge**2, rows[:, : self.config.out])
 
 
 def _layer(tensors: Tensors, c: VisionConfig, at: str) -> Layer:

@@ -47,9 +47,9 @@ class Siglip(Tower):
         x.view(len(grids), *table.shape).add_(table)
         return Work(x, plan(kernels, self.config, [grid.patches for grid in grids]))
 
-    def merge(self, work: Work, rows: torch.Tensor) -> None:
-        means = self.last(work.x).view(len(rows), -1, work.x.shape[1]).mean(1)
-        torch.mm(self.norm(means), self.projection, out=rows)
+    def merge(self, kernels: Kernels, work: Work, rows: torch.Tensor) -> None:
+        means = self.last.of(kernels, work.x).view(len(rows), -1, work.x.shape[1]).mean(1)
+        torch.mm(self.norm.of(kernels, means), self.projection, out=rows)
 
 
 def _layer(tensors: Tensors, c: VisionConfig, at: str) -> Layer:

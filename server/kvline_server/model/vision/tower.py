@@ -57,7 +57,7 @@ class Tower(ABC):
         """`x` are embedded patches of all images, which it may overwrite."""
 
     @abstractmethod
-    def merge(self, work: Work, rows: torch.Tensor) -> None:
+    def merge(self, kernels: Kernels, work: Work, rows: torch.Tensor) -> None:
         """Behind the last layer: into the first `config.out` elements of each row."""
 
     def embed(
@@ -117,7 +117,7 @@ class Pass:
             self._stack(at, work.x)
         self.done = end
         if end == len(tower.layers):
-            tower.merge(work, self._rows)
+            tower.merge(self.kernels, work, self._rows)
             self._work = None
         return self.complete
 
@@ -127,7 +127,7 @@ class Pass:
         if layer in config.deepstack:
             at, out = config.deepstack.index(layer), config.out
             into = self._rows[:, (1 + at) * out : (2 + at) * out]
-            self.tower.deepstack[at].run(x, config.merge**2, into)
+            self.tower.deepstack[at].run(self.kernels, x, config.merge**2, into)
 
 
 def plan(kernels: Kernels, config: VisionConfig, lengths: Sequence[int]) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kvline_server.kernels.interface import Kernels
 from kvline_server.model.linear import Filters, Rows, Tensors
 from kvline_server.model.vision.config import CHANNELS, VisionConfig
 
@@ -32,23 +33,18 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm:
+class Norm:
+    """A layer norm, or without a bias an RMS norm."""
+
     weight: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None
     eps: float
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
-class RmsNorm:
-    weight: torch.Tensor
-    eps: float
-    bias: None = None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def of(
+        self, kernels: Kernels, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of x, with what is `added` to it in place before. [rows, width]"""
+        return kernels.encoder.norm(x, self.weight, self.bias, self.eps, added)
 
 
 def found(tensors: Tensors, config: VisionConfig) -> str:
@@ -81,11 +77,11 @@ def embedding(tensors: Tensors, name: str, c: VisionConfig, bias: bool = True) -
     return Linear(own, tensors.get([vector(f"{name}.bias", c.hidden)]) if bias else None)
 
 
-def layer_norm(tensors: Tensors, name: str, width: int, eps: float) -> LayerNorm:
+def layer_norm(tensors: Tensors, name: str, width: int, eps: float) -> Norm:
     weight, bias = (tensors.get([vector(f"{name}.{kind}", width)]) for kind in ("weight", "bias"))
-    return LayerNorm(weight, bias, eps)
+    return Norm(weight, bias, eps)
 
 
-def rms_norm(tensors: Tensors, name: str, width: int, eps: float, offset: float = 0.0) -> RmsNorm:
+def rms_norm(tensors: Tensors, name: str, width: int, eps: float, offset: float = 0.0) -> Norm:
     """`offset` is added to the weights."""
-    return RmsNorm(tensors.get([vector(f"{name}.weight", width)], offset=offset), eps)
+    return Norm(tensors.get([vector(f"{name}.weight", width)], offset=offset), None, eps)
