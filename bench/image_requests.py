@@ -4,6 +4,7 @@ and takes neither time nor memory before the encoder reads its pixels."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ RECENT = 64
 # Sides of photos as they are sent, in tokens: few shapes, as cameras and screens have.
 SIDES = ((15, 20), (20, 15), (24, 32), (34, 60), (60, 34), (45, 80))
 REQUIRED = EngineOptions(images=Images.REQUIRED)  # at the default bounds
+_numbers = itertools.count()  # of images, of all sources
 Prompt = tuple[list[int], Pictures | None]
 
 
@@ -84,7 +86,7 @@ class Source:
         """Of a file of so many tokens by so many, resized as it must be."""
         self.made += 1
         pixels = (max(1, round(each * self._side)) for each in (rows, columns))
-        return Picture(self.processor.grid(*pixels), self.made)
+        return Picture(self.processor.grid(*pixels), next(_numbers))
 
     def drawn(self, rng: random.Random) -> Picture:
         """As clients send them, up to the limit."""
