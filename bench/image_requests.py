@@ -29,6 +29,7 @@ COLOURS, NUMBER = 3, 8  # bytes of a pixel, and of an image's number, its last o
 # the others the small ones, photos, and squares at the limit. The rest are the widest strips.
 AGAIN, SMALL, PHOTOS, SQUARES = 0.2, 0.7, 0.2, 0.05
 RECENT = 64
+FULL = 0.02  # of requests: those with as many images as they may have, all at the limit
 # Sides of photos as they are sent, in tokens: few shapes, as cameras and screens have.
 SIDES = ((15, 20), (20, 15), (24, 32), (34, 60), (60, 34), (45, 80))
 REQUIRED = EngineOptions(images=Images.REQUIRED)  # at the default bounds
@@ -113,9 +114,10 @@ class Source:
         tokens in all; without any where none that was drawn has room."""
         room -= len(text)
         parts, at = list[list[int] | Picture](), 0
-        count = rng.randint(1, PER_REQUEST)
+        full, side = rng.random() < FULL, self.limit**0.5
+        count = PER_REQUEST if full else rng.randint(1, PER_REQUEST)
         for place in sorted(rng.randint(0, len(text)) for _ in range(count)):
-            picture = self.drawn(rng)
+            picture = self.new(side, side) if full else self.drawn(rng)
             if picture.grid.tokens <= room:
                 room -= picture.grid.tokens
                 parts += [text[at:place], picture]

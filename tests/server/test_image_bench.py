@@ -115,6 +115,8 @@ def test_images_are_drawn_up_to_the_limit_and_prompts_have_room_for_their_answer
             assert set(prompt[each.start : each.end]) == {image_shapes.image_token(TINY)}
         assert pictures is None or (pictures.axes is not None and pictures.axes.shape[1] >= 41)
     assert max(counts) == 8 and sum(map(bool, counts)) > 190
+    most = max(len(source.among(rng, [5] * 40, 4000)[0]) for _ in range(200))
+    assert most == 40 + 8 * 256, "some requests have as many as they may, all at the limit"
 
 
 @pytest.mark.parametrize("name", [TINY, "qwen35-tiny-images"])
