@@ -70,6 +70,8 @@ class Source:
 
     def __init__(self, name: str, engine: Engine) -> None:
         assert engine.encoding is not None, "it serves images"
+        if engine.executor.ranks > 1:
+            raise SystemExit("KVLINE_BENCH_GPUS: 1 with images, whose pixels no other process has")
         self.limit, self.token = engine.encoding.tokens, image_shapes.image_token(name)
         self.processor = image_shapes.processor(name, self.limit)
         nbytes = self.limit * self._side**2 * COLOURS
