@@ -67,6 +67,7 @@ def main(names: list[str]) -> int:
         "http-cpu": "http_cpu",
         "http-tools": "http_tools",
         "chat-tools": "chat_tools",
+        "images": "image_figures",
         "images-cpu": "images_cpu",
         "tower": "towers",
         "lm-eval": "lm_eval_scores",

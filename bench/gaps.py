@@ -17,14 +17,17 @@ import numpy as np
 import offline
 import pool
 import torch
+import watch
 from record import record, table
 from workloads import WORKLOADS
 
 from kvline_contract.launch import Device
 from kvline_server.engine.engine import Engine
+from kvline_server.engine.pictures import Pictures
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.sizing.settings import DEFAULTS
 
+Ask = Callable[[int], tuple[list[int], Pictures | None]]
 PROMPTS = 1_000_000  # request ids of prompts; those of chats begin at 0
 
 
@@ -91,7 +94,9 @@ def show(name: str, engine: Engine, load: Load, throughput: Callable[[Engine], f
     table(title, head, rows)
 
 
-def play(engine: Engine, load: Load) -> Found:
+def play(engine: Engine, load: Load, ask: Ask | None = None) -> Found:
+    """`ask`: makes the prompts that arrive, by their numbers; otherwise they are of text."""
+    ask, pace = ask or partial(_text, load.prompt), watch.Pace()
     pool.renew(engine)
     for id in range(load.chats):
         tokens = [(id * 7 + i) % 1000 + 10 for i in range(load.context)]
@@ -105,8 +110,9 @@ def play(engine: Engine, load: Load) -> Found:
     while (now := time.perf_counter()) - began < load.seconds:
         due = PROMPTS + len(arrived)
         if now - began >= len(arrived) * load.every:
-            prompt = [(due * 31 + i * 17) % 1000 + 10 for i in range(load.prompt)]
-            engine.submit(due, prompt, SamplingParams(1, 0.6, seed=due, ignore_eos=True))
+            prompt, pictures = ask(due)
+            params = SamplingParams(1, 0.6, seed=due, ignore_eos=True)
+            engine.submit(due, prompt, params, pictures)
             arrived[due] = now
         outputs = engine.step()
         now = time.perf_counter()
@@ -116,6 +122,7 @@ def play(engine: Engine, load: Load) -> Found:
                 last[id] = now
             else:
                 waits.append(now - arrived[id])
+        pace.print(f"{len(gaps)} tokens, {len(waits)} of {len(arrived)} prompts")
     for id in [*last, *arrived]:
         engine.abort(id)
     while not engine.idle:
@@ -124,6 +131,10 @@ def play(engine: Engine, load: Load) -> Found:
     return Found(
         np.asarray(gaps), round(len(gaps) / load.seconds), float(np.median(waits or [0.0])), left
     )
+
+
+def _text(tokens: int, number: int) -> tuple[list[int], None]:
+    return [(number * 31 + i * 17) % 1000 + 10 for i in range(tokens)], None
 
 
 def prefill_rate(engine: Engine) -> float:

@@ -4,6 +4,7 @@ and takes neither time nor memory before the encoder reads its pixels."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -28,9 +29,11 @@ COLOURS, NUMBER = 3, 8  # bytes of a pixel, and of an image's number, its last o
 # the others the small ones, photos, and squares at the limit. The rest are the widest strips.
 AGAIN, SMALL, PHOTOS, SQUARES = 0.2, 0.7, 0.2, 0.05
 RECENT = 64
+FULL = 0.02  # of requests: those with as many images as they may have, all at the limit
 # Sides of photos as they are sent, in tokens: few shapes, as cameras and screens have.
 SIDES = ((15, 20), (20, 15), (24, 32), (34, 60), (60, 34), (45, 80))
 REQUIRED = EngineOptions(images=Images.REQUIRED)  # at the default bounds
+_numbers = itertools.count()  # of images, of all sources
 Prompt = tuple[list[int], Pictures | None]
 
 
@@ -67,6 +70,8 @@ class Source:
 
     def __init__(self, name: str, engine: Engine) -> None:
         assert engine.encoding is not None, "it serves images"
+        if engine.executor.ranks > 1:
+            raise SystemExit("KVLINE_BENCH_GPUS: 1 with images, whose pixels no other process has")
         self.limit, self.token = engine.encoding.tokens, image_shapes.image_token(name)
         self.processor = image_shapes.processor(name, self.limit)
         nbytes = self.limit * self._side**2 * COLOURS
@@ -84,7 +89,7 @@ class Source:
         """Of a file of so many tokens by so many, resized as it must be."""
         self.made += 1
         pixels = (max(1, round(each * self._side)) for each in (rows, columns))
-        return Picture(self.processor.grid(*pixels), self.made)
+        return Picture(self.processor.grid(*pixels), next(_numbers))
 
     def drawn(self, rng: random.Random) -> Picture:
         """As clients send them, up to the limit."""
@@ -111,9 +116,10 @@ class Source:
         tokens in all; without any where none that was drawn has room."""
         room -= len(text)
         parts, at = list[list[int] | Picture](), 0
-        count = rng.randint(1, PER_REQUEST)
+        full, side = rng.random() < FULL, self.limit**0.5
+        count = PER_REQUEST if full else rng.randint(1, PER_REQUEST)
         for place in sorted(rng.randint(0, len(text)) for _ in range(count)):
-            picture = self.drawn(rng)
+            picture = self.new(side, side) if full else self.drawn(rng)
             if picture.grid.tokens <= room:
                 room -= picture.grid.tokens
                 parts += [text[at:place], picture]

@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import busy
 import left
@@ -49,6 +50,8 @@ from kvline_server.worker.worker import Worker
 
 MAX_MODEL_LEN = 8192
 NOTHING_ELSE = EngineOptions()
+# Options of a start without a GPU, where a tiny shape shows that a command runs.
+ON_CPU: dict[str, Any] = {"device": Device.CPU, "running": 4, "kv_tokens": 6144}
 CACHES = [KVCacheDtype(n) for n in os.environ.get("KVLINE_BENCH_KV_CACHE", "auto").split(",")]
 PROFILED = os.environ.get("KVLINE_BENCH_PROFILED", "r512,nano").split(",")
 # Of a model and its KV cache: runs of each workload, in tokens per second, and its KV tokens.
@@ -70,6 +73,11 @@ class Printed:
 
 def models(default: str = ",".join(ON_ONE_GPU)) -> list[str]:
     return os.environ.get("KVLINE_BENCH_MODELS", default).split(",")
+
+
+def gpu_name() -> str | None:
+    """None: there is no GPU."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 def only_cache() -> KVCacheDtype:

@@ -50,8 +50,6 @@ WAITING = 200  # queue length beside the running requests
 FOLLOWING = 0.7  # share of requests with a grammar, where there are any
 SEEING = 0.5  # share of requests with images, where there are any
 LONGEST, MOST_TOKENS = 8000, 190  # tokens of a text and of an answer
-# Of an engine without a GPU, where a tiny shape shows that the command runs.
-ON_CPU: dict[str, Any] = {"device": Device.CPU, "running": 4, "kv_tokens": 6144}
 HEAD = ["model", "KV tokens", "OOM", "lowest free MiB", "reserve grew MiB", "requests", "preempted"]
 HEAD += ["errors", "images encoded", "host grew MiB: half of the time, all"]
 HEAD += ["steps of several prompts on graphs", "steps with images on graphs"]
@@ -201,8 +199,8 @@ def one(
 ) -> list[str]:
     """A row of the table: an engine with draft tokens by `method`, grammars of a kind, and images
     where they are to be `seen`."""
-    speculation, gpu = Speculation(Method(method)) if method else None, gpu_name()
-    more: dict[str, Any] = {} if gpu else ON_CPU
+    speculation, gpu = Speculation(Method(method)) if method else None, offline.gpu_name()
+    more: dict[str, Any] = {} if gpu else offline.ON_CPU
     if seen:
         more = more | image_requests.longest(Device.CUDA if gpu else Device.CPU)
     engine, result = offline.start(
@@ -241,8 +239,3 @@ def keep(label: str, figures: Figures, seconds: float, gpu: str | None) -> None:
     ]
     for name, value, unit in values:
         record(f"soak-{name}-{label}", value, unit, (value, value), gpu)
-
-
-def gpu_name() -> str | None:
-    """None: there is no GPU."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -8,6 +8,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import image_models
@@ -18,7 +19,9 @@ import vision_models
 from engines import finish, greedy, worker
 from stand_ins import CapturedKernels, Pool
 
+from kvline_contract import memory
 from kvline_contract.launch import Device
+from kvline_contract.report import Result, Source
 from kvline_server.engine.engine import Engine
 from kvline_server.images.digests import digest
 from kvline_server.model.fields import Fields, read_json
@@ -36,13 +39,19 @@ import shapes
 from captured import Captured, several, with_images
 
 TINY = "qwen3vl-tiny"
-soak = importlib.import_module("soak")  # as python bench does
+# As python bench does.
+soak, image_figures, gaps = map(importlib.import_module, ("soak", "image_figures", "gaps"))
 
 
 def started(name: str = TINY) -> Engine:
-    options = {**soak.ON_CPU, "max_model_len": 1024, "options": image_requests.REQUIRED}
+    options = {**offline.ON_CPU, "max_model_len": 1024, "options": image_requests.REQUIRED}
     made, _ = offline.start(name, **options)
     return made
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return started()
 
 
 @pytest.fixture
@@ -70,8 +79,8 @@ def test_a_shape_that_sees_images_has_its_tower_and_its_processor(
     assert processor.grid(9000, 9000).patches == 16384
 
 
-def test_every_image_has_the_digest_of_its_pixels_and_is_another_one() -> None:
-    source, digests = image_requests.Source(TINY, started()), set[bytes]()
+def test_every_image_has_the_digest_of_its_pixels_and_is_another_one(engine: Engine) -> None:
+    source, digests = image_requests.Source(TINY, engine), set[bytes]()
     for rows, columns in [(8, 8), (8, 8), (8, 9), (9, 8), (16, 16), (16, 16)]:
         picture = source.new(rows, columns)
         _, pictures = source.prompt([[5], picture, [6]])
@@ -86,8 +95,10 @@ def test_every_image_has_the_digest_of_its_pixels_and_is_another_one() -> None:
     assert twice is not None and {each.digest for each in twice.images} == {image.digest}
 
 
-def test_images_are_drawn_up_to_the_limit_and_prompts_have_room_for_their_answers() -> None:
-    source, rng = image_requests.Source(TINY, started()), random.Random(1)
+def test_images_are_drawn_up_to_the_limit_and_prompts_have_room_for_their_answers(
+    engine: Engine,
+) -> None:
+    source, rng = image_requests.Source(TINY, engine), random.Random(1)
     grids = [source.drawn(rng).grid for _ in range(600)]
     sizes = [(each.token_rows, each.token_columns) for each in grids]
     assert {(16, 16), (1, 226), (226, 1)} <= set(sizes), "the largest square, and strips"
@@ -104,6 +115,8 @@ def test_images_are_drawn_up_to_the_limit_and_prompts_have_room_for_their_answer
             assert set(prompt[each.start : each.end]) == {image_shapes.image_token(TINY)}
         assert pictures is None or (pictures.axes is not None and pictures.axes.shape[1] >= 41)
     assert max(counts) == 8 and sum(map(bool, counts)) > 190
+    most = max(len(source.among(rng, [5] * 40, 4000)[0]) for _ in range(200))
+    assert most == 40 + 8 * 256, "some requests have as many as they may, all at the limit"
 
 
 @pytest.mark.parametrize("name", [TINY, "qwen35-tiny-images"])
@@ -130,6 +143,7 @@ def test_half_of_the_soak_s_requests_have_images_and_all_are_answered(
 def test_the_soak_with_images_is_a_command(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("KVLINE_BENCH_MODELS", raising=False)
     monkeypatch.setenv("KVLINE_BENCH_SECONDS", "0.5")
     monkeypatch.setenv("KVLINE_BENCH_IMAGES", "1")
     soak.run()
@@ -186,3 +200,94 @@ def test_steps_with_images_are_counted_and_those_outside_of_graphs_are_found(
     made.submit(9, [5, 6], greedy(2))
     finish(made)
     assert pool.replayed > before[0] and counted.steps["all"] == before[1]
+
+
+def test_the_figures_of_images_are_a_command(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KVLINE_BENCH_MODELS", raising=False)
+    image_figures.run()
+    found = recorded(results)
+    assert found[f"kv-tokens-of-text-{TINY}"] == 1.0, "they are given on a CPU"
+    for name in ("images-per-s", "image-text-ratio", "image-gap-p99-ms", "image-repeat-ttft-ratio"):
+        assert found[f"{name}-{TINY}"] > 0
+    printed = capsys.readouterr().out
+    assert "64 of 128 tokens in the prefix cache, 0 images encoded" in printed
+    assert "0 of 128 tokens in the prefix cache, 0 images encoded" in printed
+    assert image_figures.Rows("qwen3vl-8b", None).ending == ""
+
+
+def test_each_chat_has_an_image_of_its_own_and_as_long_a_text_has_none(engine: Engine) -> None:
+    prompts, loads = image_figures.Prompts(TINY, engine), image_figures.CPU
+    tokens, none = prompts.reading(loads.side)
+    seen, pictures = prompts.seeing(loads.side)
+    assert len(tokens) == len(seen) == 8 * 8 + image_figures.TEXT
+    assert none is None and [each.tokens for each in pictures.images] == [64]
+    assert engine.encoding is not None
+    made, before = prompts.source.made, engine.encoding.encoded
+    assert image_figures._chats(engine, loads, prompts.seeing, 0.3) > 0
+    finish(engine)
+    assert engine.encoding.encoded - before == prompts.source.made - made > loads.chats
+    text = image_figures.closed(engine, loads, prompts.reading)
+    assert text.images == 0 < text.tokens and engine.idle
+    seeing = image_figures.closed(engine, loads, prompts.seeing)
+    assert 0 < seeing.images < seeing.tokens and engine.idle
+
+
+def test_beside_chats_every_image_that_comes_is_encoded(engine: Engine) -> None:
+    prompts, loads = image_figures.Prompts(TINY, engine), image_figures.CPU
+    assert engine.encoding is not None
+    load, before = replace(loads.beside, seconds=0.9), engine.encoding.encoded
+    found = gaps.play(engine, load, lambda number: prompts.seeing(16))
+    made, encoded = prompts.source.made, engine.encoding.encoded - before
+    assert made >= 3 and made - found.unanswered <= encoded <= made
+    assert len(found.gaps) > 10 * loads.beside.chats and found.first > 0
+
+
+def test_a_repeated_image_is_encoded_once_and_finds_no_pages_of_text(engine: Engine) -> None:
+    loads = image_figures.CPU
+    found = image_figures.repeated(engine, image_figures.Prompts(TINY, engine), loads)
+    assert len(found) == loads.pairs
+    for each in found:
+        assert (each.new.encoded, each.again.encoded, each.behind.encoded) == (1, 0, 0)
+        # The image's pages, which are first; none behind another text.
+        assert (each.new.found, each.again.found, each.behind.found) == (0, 64, 0)
+        assert min(each.new.seconds, each.again.seconds, each.behind.seconds) > 0
+
+
+def test_shares_are_of_what_has_no_images(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = image_figures.Rows("qwen3vl-8b", "a GPU")
+    sizes = {memory.WEIGHTS: 100, memory.TOWER: 7, memory.ENCODER_WORK: 20, memory.ENCODER_CACHE: 5}
+    seeing, alone = (
+        Result(
+            kv_tokens=tokens,
+            bytes_per_token=16,
+            source=Source.MEASURED,
+            fingerprint="",
+            free_mib=0,
+            loop_ms=1,
+            saved_ms=0,
+            measured_at="2026-11-28T00:00:00Z",
+            ranks=(memory.Memory(132, tuple(memory.Part(n, mib) for n, mib in sizes.items())),),
+        )
+        for tokens in (970, 1000)
+    )
+    image_figures.sizes(rows, seeing, alone)
+    Rate = image_figures.Rate
+    played = [Rate(90, 0), Rate(60, 20), Rate(100, 0), Rate(70, 25)]
+    monkeypatch.setattr(image_figures, "closed", lambda *_: played.pop(0))
+    asked = SimpleNamespace(reading=None, seeing=None)
+    image_figures.rates(rows, None, asked, image_figures.GPU)
+    firsts = [image_figures.First(s, 0, 0) for s in (0.1, 0.03, 0.05)]
+    again = image_figures.Again(*firsts)
+    monkeypatch.setattr(image_figures, "repeated", lambda *_: [again] * 3)
+    image_figures.seen_before(rows, None, asked, image_figures.GPU)
+    assert recorded(results) == {
+        "kv-tokens-of-text-qwen3vl-8b": 0.97,
+        "tower-mib-qwen3vl-8b": 32,
+        "images-per-s-qwen3vl-8b": 25,
+        "image-text-ratio-qwen3vl-8b": 0.7,
+        "image-new-ttft-ms": 100,
+        "image-repeat-ttft-ratio": 0.3,
+        "image-repeat-ttft-ratio-behind-text": 0.5,
+    }
