@@ -13,6 +13,7 @@ import torch
 from record import record, table
 from serving import served
 
+from kvline_contract.launch import EngineOptions
 from kvline_contract.memory import COLLECTIVES
 
 KINDS = ("r512", "r512lp-top20")
@@ -22,7 +23,9 @@ DECODE = "decode"
 
 def run() -> None:
     """KVLINE_BENCH_MODELS selects models, KVLINE_BENCH_WORKLOADS some of r512, r512lp-top20 and
-    decode, KVLINE_BENCH_GPUS the number of GPUs (all), and KVLINE_BENCH_ROUNDS that of runs (2)."""
+    decode, KVLINE_BENCH_GPUS the number of GPUs (all), and KVLINE_BENCH_ROUNDS that of runs (2).
+    KVLINE_BENCH_RUNNING and KVLINE_BENCH_SNAPSHOTS give throughput's engines the same numbers of
+    running requests and prefix snapshots."""
     gpus = peers.GPUS if peers.GPUS > 1 else torch.cuda.device_count()
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join((*KINDS, DECODE))).split(",")
     if unknown := set(only) - {*KINDS, DECODE}:
@@ -80,7 +83,9 @@ def alone(name: str, gpus: int, kinds: list[str]) -> dict[str, list[float]]:
 
 
 def _alone(name: str, gpus: int, kinds: list[str]) -> dict[str, list[float]]:
-    engine, result = offline.start(name, gpus=gpus)
+    running, snapshots = (_number(f"KVLINE_BENCH_{n}") for n in ("RUNNING", "SNAPSHOTS"))
+    options = EngineOptions(prefix_snapshots=snapshots)
+    engine, result = offline.start(name, gpus=gpus, running=running, options=options)
     label = peers.label(name, gpus)
     keep(f"kv-tokens-{label}", result.kv_tokens, result.kv_tokens, "tokens")
     if gpus > 1:
@@ -89,6 +94,10 @@ def _alone(name: str, gpus: int, kinds: list[str]) -> dict[str, list[float]]:
     print(f"{label}: {result}", flush=True)
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     return offline.speeds(engine, name, kinds, rounds)
+
+
+def _number(name: str) -> int | None:
+    return int(os.environ[name]) if name in os.environ else None
 
 
 def tokens(name: str, gpus: int) -> dict[int, list[float]]:
