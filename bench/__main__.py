@@ -69,6 +69,7 @@ def main(names: list[str]) -> int:
         "chat-tools": "chat_tools",
         "images": "image_figures",
         "images-cpu": "images_cpu",
+        "image-pixels": "image_pixels",
         "tower": "towers",
         "lm-eval": "lm_eval_scores",
     }
