@@ -21,10 +21,15 @@ PAGES = 2000
 SCALES = Scales(0.02, 0.03)
 
 
-def attention(shape: tuple[int, int, int], cache: torch.dtype, windows: tuple[int, ...]) -> Any:
+def attention(
+    shape: tuple[int, int, int],
+    cache: torch.dtype,
+    windows: tuple[int, ...],
+    two_way: bool = False,
+) -> Any:
     from kvline_server.kernels.flashinfer import FlashInferKernels
 
-    return FlashInferKernels(*shape, cache=cache, windows=windows).attention
+    return FlashInferKernels(*shape, cache=cache, windows=windows, two_way=two_way).attention
 
 
 def filled(shape: tuple[int, int, int], cache: torch.dtype) -> KVLayer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.interface import Kernels
+from kvline_server.kernels.layout import Spans
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena, Scales
 from kvline_server.memory.caches import GroupPages, PageTable
@@ -63,10 +65,13 @@ def windows_of(config: ModelConfig, longest: int = 4096) -> tuple[int, ...]:
 
 
 def sides(
-    config: ModelConfig, most: int = PAGES, scales: tuple[Scales, ...] = ()
+    config: ModelConfig,
+    most: int = PAGES,
+    scales: tuple[Scales, ...] = (),
+    two_way: bool = False,
 ) -> list[tuple[Decoder, GroupedArena]]:
     """The same random model on the CPU in float32 and on the GPU in bfloat16; with scales the KV
-    cache of both is fp8."""
+    cache of both is fp8; `two_way`: for layouts with spans."""
     from kvline_server.kernels.flashinfer import FlashInferKernels
     from kvline_server.memory.cuda import CudaArena
 
@@ -75,7 +80,7 @@ def sides(
     cache = torch.float8_e4m3fn if scales else torch.bfloat16
     pairs: list[tuple[Kernels, Any]] = [
         (TorchKernels(), HostArena),
-        (FlashInferKernels(*heads, cache=cache, windows=windows), CudaArena),
+        (FlashInferKernels(*heads, cache=cache, windows=windows, two_way=two_way), CudaArena),
     ]
     for kernels, arena_of in pairs:
         dtype = cache if scales else kernels.dtype
@@ -87,12 +92,14 @@ def sides(
     return made
 
 
-def hidden(side: tuple[Decoder, GroupedArena], work: list[Work]) -> torch.Tensor:
+def hidden(
+    side: tuple[Decoder, GroupedArena], work: list[Work], spans: Spans | None = None
+) -> torch.Tensor:
     decoder, arena = side
     for item in work:
         slide(item.sequence, decoder, item.start)
     step = build(work).step
-    layout = step.layout
+    layout = replace(step.layout, spans=spans)
     held = (group.slots for group in layout.groups)
     ids, positions, *slots = decoder.kernels.upload(step.tokens, layout.positions, *held)
     mappings = [SlotMapping(positions, each) for each in slots]

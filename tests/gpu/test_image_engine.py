@@ -3,18 +3,33 @@ in float32."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engines import finish, greedy
-from image_models import Part, bounds_of, logits, over, prompt_of, rank_of
+from image_models import Part, bounds_of, logits, of_family, over, prompt_of, rank_of
 from pairs import windows_of
-from vision_models import picture, saved
+from vision_models import BY, picture, saved
 
+from kvline_contract.launch import (
+    CapacityOptions,
+    Device,
+    EngineOptions,
+    Images,
+    LaunchConfig,
+    LoadFormat,
+    Model,
+)
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.speculation import decode_rows
+from kvline_server.engine_process.start import start
+from kvline_server.ipc.messages import Progress
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena, KVShape
@@ -48,7 +63,9 @@ def on_gpu(family: str) -> Engine:
 
     config = read_config(saved(family).folder)
     heads = config.heads, config.kv_heads, config.head_dim
-    return served(family, FlashInferKernels(*heads, windows=windows_of(config)), CudaArena)
+    two_way = saved(family).config.two_way
+    kernels = FlashInferKernels(*heads, windows=windows_of(config, LONGEST), two_way=two_way)
+    return served(family, kernels, CudaArena)
 
 
 class Errors(NamedTuple):
@@ -59,13 +76,14 @@ class Errors(NamedTuple):
 
 
 def errors(made: Engine, family: str, turn: int) -> Errors:
-    asked = [prompt_of(family, parts) for parts in PROMPTS]
+    prompts = [of_family(family, parts) for parts in PROMPTS]
+    asked = [prompt_of(family, parts) for parts in prompts]
     for at, (own, pictures) in enumerate(asked):
         given = pictures if pictures.images else None
         made.submit(100 * turn + at, list(own), greedy(OUTPUT, logprobs=0), given)
     found = finish(made)
     every = []
-    for at, (parts, (own, _)) in enumerate(zip(PROMPTS, asked, strict=True)):
+    for at, (parts, (own, _)) in enumerate(zip(prompts, asked, strict=True)):
         outputs: list[Output] = found[100 * turn + at]
         answer = [token for output in outputs for token in output.tokens]
         values = torch.tensor([float(o.scores.values[0]) for o in outputs if o.scores is not None])
@@ -75,14 +93,48 @@ def errors(made: Engine, family: str, turn: int) -> Errors:
     return Errors(*(torch.cat(each) for each in zip(*every, strict=True)))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_wide", "qwen2_5_vl_wide", "qwen3_5_wide"])
+GEMMA = ["gemma3_128", "gemma3_256"]  # the latter with windows, of fewer tokens than an image
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_wide", "qwen2_5_vl_wide", "qwen3_5_wide", *GEMMA])
 def test_answers_are_as_near_transformers_as_those_of_a_cpu_in_bfloat16(family: str) -> None:
     """Cold, then from the prefix cache."""
-    gpu, cpu = on_gpu(family), served(family, TorchKernels(torch.bfloat16), HostArena)
-    for turn in range(2):
+    as_near_as_a_cpu(on_gpu(family), family, turns=2)
+
+
+def as_near_as_a_cpu(gpu: Engine, family: str, turns: int) -> None:
+    cpu = served(family, TorchKernels(torch.bfloat16), HostArena)
+    for turn in range(turns):
         got, want = (errors(made, family, turn) for made in (gpu, cpu))
         figures = [(float(e.each.median()), int((e.worse > 0.5).sum())) for e in (got, want)]
         print(family, turn, *figures, float(got.each.mean()), float(got.worse.max()))
         (median, far), (least, known) = figures
         assert median < 1.5 * least + 0.01 and median < 0.1
         assert far <= 1.5 * known + 3
+
+
+@pytest.mark.parametrize("family", GEMMA)
+def test_a_start_has_played_images_that_are_not_cut_and_serves_them(
+    family: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(saved(family).folder, folder)
+    by = {"image_mean": list(BY.mean), "image_std": list(BY.std)}
+    size = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(size | by))
+    model = Model(str(folder), str(folder), "tiny", LoadFormat.WEIGHTS)
+    asked = EngineOptions(LONGEST, RUNNING, STEP, images=Images.REQUIRED), CapacityOptions(4096, 8)
+    heard = list[Any]()
+    made, _ = start(
+        launch=LaunchConfig(1, "ns", "svc", "abcde", "image", Device.CUDA, 1, model, *asked),
+        send=heard.append,
+        attempts=tmp_path / "attempts.json",
+        record=None,
+        wait_for_neighbours=lambda: None,
+        memory=None,
+        root=os.getpid(),
+    )
+    told = [message for message in heard if isinstance(message, Progress)]
+    assert "images" in {each.current.name for each in told if each.current is not None}
+    assert not [each.warning for each in told if each.warning and "slower" in each.warning]
+    as_near_as_a_cpu(made, family, turns=1)

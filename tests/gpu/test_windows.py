@@ -47,7 +47,8 @@ def test_a_row_sees_the_last_tokens_up_to_its_window(
             got = ours.attend(q, layer, plan, scale=scale)
             near(got, expected(q, layer, layout, window, scale), (window, decodes, chunks))
             if cache == FP8 and chunks and not decodes:
-                assert (plan.prefill.copied is None) == (len(chunks) == 1)
+                (part,) = plan.parts
+                assert (part.planned.copied is None) == (len(chunks) == 1)
 
 
 @CACHES

@@ -16,9 +16,15 @@ def expected(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 [rows, heads, dim]; sinks are a logit more, which is dropped behind the softmax."""
+    """float64 [rows, heads, dim]; sinks are a logit more, which is dropped behind the softmax. A
+    row sees all before it, a span's all before its end, and both as much of that as is no further
+    from the row than the window."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     (held,) = layout.groups
+    last = torch.arange(layout.rows, device=q.device)  # rows that each row sees
+    if layout.spans is not None:
+        for first, end in zip(layout.spans.starts, layout.spans.ends, strict=True):
+            last[first:end] = int(end) - 1
     for at, length in enumerate(held.lengths.tolist()):
         rows = slice(*layout.row_starts[at : at + 2].tolist())
         own = torch.from_numpy(held.pages[slice(*held.page_starts[at : at + 2])]).to(q.device)
@@ -30,7 +36,7 @@ def expected(
         scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys.repeat_interleave(group, 1))
         token = torch.arange(length, device=q.device)
         query = token[rows.start - rows.stop :].unsqueeze(1)
-        hidden = token > query
+        hidden = token > (last[rows] + length - rows.stop).unsqueeze(1)
         if window:
             hidden |= token <= query - window
         scores = (scores * scale).masked_fill_(hidden, float("-inf"))

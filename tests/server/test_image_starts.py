@@ -204,7 +204,7 @@ def test_bounds_that_do_not_fit_are_refused_by_their_field(
 
 
 def test_images_that_are_not_served_are_refused_where_they_are_required(
-    folder: Path, gemma: Path, tmp_path: Path
+    folder: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"
     shutil.copytree(folder, text)
@@ -219,7 +219,6 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
         for each in (Images.REQUIRED, Images.IF_SERVED)
     )
     for given, device, why in (
-        (gemma, Device.CUDA, "see those behind them, are served on CPUs only"),
         (heads, Device.CUDA, "heads of 132 elements"),
         (text, Device.CPU, "no vision_config: the model is one of text"),
     ):
@@ -230,6 +229,16 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
         sees, warning = images.asked(replace(launch, engine=served), model, LENGTH)
         assert sees is None
         assert warning == "" if given is text else why in warning
+
+
+@pytest.mark.parametrize("device", Device)
+def test_images_whose_tokens_see_each_other_are_served_on_any_device(
+    gemma: Path, device: Device
+) -> None:
+    asked = EngineOptions(max_model_len=LENGTH, images=Images.REQUIRED)
+    launch = replace(launch_config(gemma, asked), device=device)
+    sees, warning = images.asked(launch, read_config(gemma), LENGTH)
+    assert sees is not None and (sees.whole, warning) == (64, "")
 
 
 def test_a_gpu_s_images_have_sixteen_times_a_cpu_s_patches(folder: Path, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.images.digests import digest
 from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.kernels.attention import SHORT_CHUNKS
+from kvline_server.kernels.cuda_attention import is_copied
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.caches import Caches
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
@@ -290,6 +292,22 @@ def test_the_stress_plays_steps_of_images_alone() -> None:
     assert sizes.max() == 32 and sizes.sum() == layout.rows
     cut, spans = layout.whole()
     assert spans.all() and cut.sequences == len(sizes)
+
+
+def test_a_gpu_s_stress_has_images_beside_text_and_behind_few_and_many_tokens() -> None:
+    """Over an fp8 cache an image has kernels of its own where a copy of its pages is read."""
+    large = bounds(max_prefill_tokens=100, max_running_requests=1, max_model_len=1024)
+    stress = StressSet(short_chunks=SHORT_CHUNKS, image=32)
+    layouts = [play.make().step.layout for play in stress.plays(large) if play.name == "images"]
+    found = []
+    for layout in layouts:
+        assert layout.spans is not None
+        cut, spans = layout.whole()
+        pages = int(np.diff(cut.groups[0].page_starts)[spans].sum())
+        rows = int(np.diff(cut.row_starts)[spans].sum())
+        kinds = int(spans.sum()), int((~spans).sum())
+        found.append((*kinds, layout.rows, is_copied(rows, pages, 8192)))
+    assert found == [(4, 0, 100, False), (3, 4, 100, False), (1, 0, 32, True), (1, 0, 32, False)]
 
 
 def test_spans_are_sequences_that_end_with_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,18 @@ WIDE_HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "rope_parameters": MROPE | {"mrope_section": [6, 5, 5], "partial_rotary_factor": 0.25},
 }
+
+
+def heads(dim: int) -> dict[str, Any]:
+    """Of the sizes of Gemma 3's, with scores that differ from one key to another."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "query_pre_attn_scalar": dim // 16}
+    return sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": dim}
+
+
+WIDE_SIGLIP = SIGLIP | {"hidden_size": 144}
 LARGE |= {
+    "gemma3_256": ("Gemma3", WIDE_SIGLIP, windowed(24) | heads(256), GEMMA | TOKENS),
+    "gemma3_128": ("Gemma3", WIDE_SIGLIP, windowed(4096) | heads(128), GEMMA | TOKENS),
     "qwen3_vl_wide": ("Qwen3VL", STACKED | WIDE_TOWER, TEXT | WIDE, {}),
     "qwen2_5_vl_wide": ("Qwen2_5_VL", WINDOWS | WIDE_TOWER, TEXT | WIDE, {}),
     "qwen3_5_wide": ("Qwen3_5", QWEN | TABLE | WIDE_TOWER, TEXT | HYBRID | WIDE | WIDE_HYBRID, {}),
@@ -164,6 +175,8 @@ def saved(family: str) -> Saved:
                     parameter[::2] -= 2  # or each token would follow itself: its LM head is tied
             else:
                 parameter.normal_(0, deviation)
+        if kind == "Gemma3":  # or an answer could have an image's token: its LM head is tied
+            model.get_input_embeddings().weight[IMAGE] = 0
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     atexit.register(shutil.rmtree, folder)
     model.save_pretrained(folder)

@@ -30,15 +30,17 @@ class FlashInferKernels(Kernels):
         group: Group = ALONE,
         cache: torch.dtype = torch.bfloat16,
         windows: tuple[int, ...] = (0,),
+        two_way: bool = False,
     ) -> None:
         """For shapes that cuda_write.check lets pass; `cache` is the KV cache's dtype, `windows`
-        are those of the layers. Raises RuntimeError or ImportError where kernels are missing."""
+        are those of the layers, `two_way` says whether tokens of an image see each other. Raises
+        RuntimeError or ImportError where kernels are missing."""
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         self.group = group
         self.build = cubins.identity()
         shape = heads, kv_heads, dim
-        self.attention = GpuAttention(self.device, self.dtype, shape, cache, windows)
+        self.attention = GpuAttention(self.device, self.dtype, shape, cache, windows, two_way)
         self.recurrent = CudaRecurrent(self.device)
         self.rows = GpuRows()
         self.gemms = GpuGemms(self.device, self.rows, group)

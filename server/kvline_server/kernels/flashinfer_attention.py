@@ -52,12 +52,12 @@ class Planned:
 
 
 class PagedAttention:
-    """One FlashInfer backend: fa2 for decodes, fa3 for prompt chunks. fa3 reads an fp8 KV cache
-    only with fp8 queries, fa2 with any. What the cache is multiplied by is no argument of
-    fa2: the keys' scale is in that of query times key, the values' in what is done with `out`.
-    For windows there are modules of their own, which count the tokens left of a query. fa3's ends
-    with a block of values whose weights are 0, and reads that of the first pages for it: they must
-    be the sequence's own."""
+    """One FlashInfer backend: fa2 for decodes, which are not causal, fa3 for prompt chunks. fa3
+    reads an fp8 KV cache only with fp8 queries, fa2 with any. What the cache is multiplied by is no
+    argument of fa2: the keys' scale is in that of query times key, the values' in what is done with
+    `out`. For windows there are modules of their own, which count the tokens left of a query. fa3's
+    ends with a block of values whose weights are 0, and reads that of the first pages for it: they
+    must be the sequence's own."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PagedAttention:
         dtype: torch.dtype,
         cache: torch.dtype,
         backend: str,
-        causal: bool,  # a decode attends to all of its tokens, or of its window
+        causal: bool,  # else rows see all of their sequence's tokens, or from their window on
         window: int,
         floats: torch.Tensor,
     ) -> None:
@@ -104,6 +104,8 @@ class PagedAttention:
         # captured with or without, which must not depend on the lengths there. Each sequence has
         # one row in it, or the grid would have blocks for which no sequence is planned.
         whole = in_place and rows * kv_heads > self._blocks
+        # With a window fa2 splits what causal rows of a block see, and drops what is behind them.
+        whole |= not self._causal and self._left >= 0 and int(table.row_starts[-1]) > rows
         extra = (-1, whole, 0, int(in_place)) if self._splits else ()
         info = self._module.plan(
             self._floats,
@@ -194,14 +196,15 @@ class Fp8Chunks:
         self,
         shape: tuple[int, int, int],
         cache: torch.dtype,
+        causal: bool,
         window: int,
         floats: torch.Tensor,
         copy: torch.Tensor,
     ) -> None:
-        """As PagedAttention; `copy` is page_copies, which all windows share."""
+        """As PagedAttention; `copy` is page_copies, which all share."""
         dtype = copy.dtype
-        self._direct = PagedAttention(shape, dtype, cache, "fa2", True, window, floats)
-        self._copied = PagedAttention(shape, dtype, dtype, "fa3", True, window, floats)
+        self._direct = PagedAttention(shape, dtype, cache, "fa2", causal, window, floats)
+        self._copied = PagedAttention(shape, dtype, dtype, "fa3", causal, window, floats)
         self._copy = copy
         self._layer = KVLayer(*copy)
         self._places = torch.arange(copy.shape[1], dtype=torch.int32, device=floats.device)

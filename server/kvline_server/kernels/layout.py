@@ -117,6 +117,20 @@ class Layout:
         made = self._cut(np.unique(every).astype(np.int32))
         return made, np.isin(made.row_starts[:-1], self.spans.starts)
 
+    def by_kind(self) -> tuple[Layout, int, NDArray[np.int64]]:
+        """`whole`, for kernels that run one kind of sequences: decodes, then all others that are
+        causal, then spans, each kind's rows beside each other. For attention alone. -> and how many
+        are no spans, and which of this layout's rows each row is, [rows]"""
+        made, spans = self.whole()
+        spans[: self.decodes] = False  # of one row, which is the last that it sees
+        order = np.argsort(spans, kind="stable")
+        counts = np.diff(made.row_starts)[order]
+        begins = starts(counts)
+        rows = np.arange(self.rows) + np.repeat(made.row_starts[order] - begins[:-1], counts)
+        groups = tuple(group.cut(order, np.zeros_like(begins[1:])) for group in made.groups)
+        moved = replace(made, row_starts=begins, groups=groups, spans=None)
+        return moved, int(np.count_nonzero(~spans)), rows
+
     def _cut(self, row_starts: NDArray[np.int32]) -> Layout:
         """With sequences that begin and end at these rows, all of its own among them."""
         of = np.searchsorted(self.row_starts, row_starts[:-1], side="right") - 1

@@ -119,11 +119,6 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
             "has image"
         )
     vision = read_vision(fields)
-    if vision.two_way and launch.device is not Kind.CPU:
-        raise ModelUnsupported(
-            f"{path}: images of this architecture, whose tokens see those behind them, are served "
-            "on CPUs only at present; leave image out of spec.engine.modalities"
-        )
     if launch.device is not Kind.CPU:
         _check_kernels(fields, vision)
     patches = _patches(launch.device, engine, vision, longest)

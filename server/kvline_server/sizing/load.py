@@ -71,16 +71,16 @@ def load_model(
     started, before, used = time.monotonic(), device.now(), device.used()
     source = _source(launch, model)
     shard = Shard(group.rank, group.ranks)
-    expected = _checked(source, model, shard, settings, backend.dtype)
+    expected, mine = _checked(source, model, shard, settings, backend.dtype), local(model, shard)
     try:
         with device_errors.translated("load"), compact_heap():
             windows = tuple(order(model.every_window, settings.wanted_len))
-            kernels = backend.kernels(local(model, shard), group, windows)
+            kernels = backend.kernels(mine, group, windows, settings.whole_image > 0)
             expected = _checked(source, model, shard, settings, backend.dtype, kernels)
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
-            shapes = state_shapes(local(model, shard))
+            shapes = state_shapes(mine)
             state = reserve.slot_bytes(shapes, backend.dtype, settings.state_dtype)
             owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
             settings = _sized(launch, model, settings, device, kernels, cache, owned, state)
@@ -109,7 +109,7 @@ def load_model(
         owned=(*_parts(worker.decoder.weights, settings, work), *slots.parts(), *parts(cache)),
         groups=cache,
         slots=slots,
-        stress=StressSet.of(worker, settings.images.whole if settings.images else 0),
+        stress=StressSet.of(worker, settings.whole_image),
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=notes.name(backend.cache_dtype),
         note=backend.note,

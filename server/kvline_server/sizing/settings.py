@@ -116,9 +116,14 @@ class EngineSettings:
         least = made.least_rows(self.max_running_requests)
         return made.changed(max_prefill_tokens=max(self.max_prefill_tokens, least))
 
+    @property
+    def whole_image(self) -> int:
+        """Tokens of an image of which a step has all or none, as they see each other; or 0."""
+        return 0 if self.images is None else self.images.whole
+
     def least_rows(self, running: int) -> int:
         """`least_rows` with what is served of images, of which drafts leave half of a step."""
-        image = self.images.whole if self.images is not None else 0
+        image = self.whole_image
         least = least_rows(running, self.recurrent)
         return max(least, running - 1 + image, 2 * image if self.draft_tokens else 0)
 

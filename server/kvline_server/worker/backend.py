@@ -40,8 +40,9 @@ class Backend:
     device: Device
     dtype: torch.dtype  # of weights and hidden states
     cache_dtype: torch.dtype  # of the KV cache
-    # Of a rank's share of the model, and the windows of its groups of layers.
-    kernels: Callable[[ModelConfig, Group, tuple[int, ...]], Kernels]
+    # Of a rank's share of the model, the windows of its groups of layers, and whether tokens of an
+    # image see each other.
+    kernels: Callable[[ModelConfig, Group, tuple[int, ...], bool], Kernels]
     arena: Callable[[KVShape, int], Arena]
     libraries: dict[str, str]  # their versions, which are part of the fingerprint
     note: str = ""  # on what differs from the image, and so does the size
@@ -91,7 +92,9 @@ def gpu(rank: int, ranks: int) -> str:
     return "the GPU" if ranks == 1 else f"GPU {rank}"
 
 
-def _cpu_kernels(model: ModelConfig, group: Group, windows: tuple[int, ...]) -> Kernels:
+def _cpu_kernels(
+    model: ModelConfig, group: Group, windows: tuple[int, ...], two_way: bool
+) -> Kernels:
     return TorchKernels(group=group)
 
 
@@ -144,6 +147,7 @@ def _cuda_kernels(
     model: ModelConfig,
     group: Group,
     windows: tuple[int, ...],
+    two_way: bool,
 ) -> Kernels:
     """FlashInfer's where they were built for this GPU and model, else torch's with a warning."""
     # FlashInfer's other norm kernels are compiled at first use, and a pod has no compiler.
@@ -165,7 +169,7 @@ def _cuda_kernels(
                 cuda_experts.check(many.count, many.chosen, *width)
                 cuda_mxfp4.check(many.mxfp4, many.stacked, model.hidden, model.intermediate)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(*shape, group, cache, windows)
+                return FlashInferKernels(*shape, group, cache, windows, two_way)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")

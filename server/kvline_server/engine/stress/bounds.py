@@ -141,6 +141,10 @@ class Bounds:
                 spans.append(Span(length, length - rows, rows))
         return spans
 
+    def first_chunk(self, rows: int) -> list[Span]:
+        """The first rows of the longest prompt."""
+        return [Span(self._longest, 0, min(rows, self.max_prefill_tokens, self._longest))]
+
     def short_chunk(self, rows: int) -> list[Span]:
         """The last rows of the longest prompt: so many, or one less than it has pages, which need a
         mask of their context."""

@@ -52,7 +52,7 @@ class StressSet:
         return (
             prompts,
             partial(contexts, self.tiles_context, self.short_chunks),
-            partial(images, self.image),
+            partial(images, self.image, self.short_chunks),
             decodes,
             sampled_at_once,
             mixed,
@@ -86,10 +86,16 @@ def contexts(tiles: bool, short_chunks: tuple[int, ...], bounds: Bounds) -> Iter
         yield "short-chunks", partial(batch, bounds, bounds.short_chunk(rows))
 
 
-def images(tokens: int, bounds: Bounds) -> Iterator[Named]:
-    """Attention's, where it is both ways within an image."""
-    if tokens:
-        yield "images", partial(with_images, bounds, bounds.long_ends(), tokens)
+def images(tokens: int, short_chunks: tuple[int, ...], bounds: Bounds) -> Iterator[Named]:
+    """Attention's, where it is both ways within an image. On a GPU rows of text between images make
+    more sequences, and an image behind few tokens and one behind many have other kernels."""
+    if not tokens:
+        return
+    yield "images", partial(with_images, bounds, bounds.long_ends(), tokens)
+    if short_chunks:
+        yield "images", partial(with_images, bounds, bounds.long_ends(), tokens, text=1)
+        for spans in (bounds.first_chunk(tokens), bounds.short_chunk(tokens)):
+            yield "images", partial(with_images, bounds, spans, tokens)
 
 
 def decodes(bounds: Bounds) -> Iterator[Named]:

@@ -96,15 +96,17 @@ def batch(
     return replace(made, step=masked(step, bounds))
 
 
-def with_images(bounds: Bounds, spans: list[Span], tokens: int) -> Batch:
-    """Prompts whose rows are images' of so many tokens, each in one step; what is left of a
-    prompt's rows is another image's."""
+def with_images(bounds: Bounds, spans: list[Span], tokens: int, text: int = 0) -> Batch:
+    """Prompts whose rows are images' of so many tokens, each in one step, behind `text` other rows;
+    what is left of a prompt's rows is another image's."""
     made = batch(bounds, spans)
     layout = made.step.layout
     prompts = layout.row_starts[layout.decodes :]
-    inside = np.arange(prompts[0], prompts[-1], tokens, dtype=np.int32)
+    inside = np.arange(prompts[0], prompts[-1], text + tokens, dtype=np.int32)
     at = np.unique(np.concatenate((prompts, inside)))
-    whole = replace(layout, spans=Spans(at[:-1], at[1:]))
+    begins, ends = np.minimum(at[:-1] + text, at[1:]), at[1:]
+    some = begins < ends
+    whole = replace(layout, spans=Spans(begins[some], ends[some]))
     return replace(made, step=replace(made.step, layout=whole))
 
 
