@@ -134,7 +134,7 @@ def test_a_start_has_played_images_that_are_not_cut_and_serves_them(
         memory=None,
         root=os.getpid(),
     )
-    told = [message for message in heard if isinstance(message, Progress)]
-    assert "images" in {each.current.name for each in told if each.current is not None}
-    assert not [each.warning for each in told if each.warning and "slower" in each.warning]
+    updates = [message for message in heard if isinstance(message, Progress)]
+    assert "images" in {each.current.name for each in updates if each.current is not None}
+    assert not [each.warning for each in updates if each.warning and "slower" in each.warning]
     as_near_as_a_cpu(made, family, turns=1)
