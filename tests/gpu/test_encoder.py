@@ -9,7 +9,7 @@ import torch
 import vision_models
 from torch.nn import functional
 
-from kvline_server.kernels.encoder import Angles, Encoder
+from kvline_server.kernels.encoder import Angles, Encoder, Norm
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_encoder import TorchEncoder
@@ -77,8 +77,8 @@ def test_rows_are_normed(encoder: Encoder, width: int, centred: bool, added: boo
     weight, bias = torch.randn(2, width, device="cuda").to(torch.bfloat16)
     given, total = bias if centred else None, (x + made if added else x.clone())
     rounded = None if given is None else given.float()
-    want = TorchEncoder().norm(total.float(), weight.float(), rounded, 1e-6)
-    found = encoder.norm(x, weight, given, 1e-6, made if added else None)
+    want = TorchEncoder().norm(total.float(), Norm(weight.float(), rounded, 1e-6))
+    found = encoder.norm(x, Norm(weight, given, 1e-6), made if added else None)
     assert torch.equal(x, total)
     torch.testing.assert_close(found.float(), want, atol=2e-2, rtol=1e-2)
 

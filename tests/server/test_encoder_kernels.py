@@ -11,7 +11,7 @@ BEGIN = """
 import torch
 from interpreted import launcher
 from kvline_server.kernels import cuda_encoder, triton_encoder
-from kvline_server.kernels.encoder import Angles
+from kvline_server.kernels.encoder import Angles, Norm
 from kvline_server.kernels.torch_encoder import TorchEncoder
 
 cuda_encoder.launch = launcher(triton_encoder)
@@ -63,8 +63,8 @@ for width in (1152, 1280, 36, 512):
     weight, bias = torch.randn(2, width)
     for given, added in ((bias, made), (None, made), (bias, None), (None, None)):
         own, want = x.clone(), x.clone()
-        found = cuda_encoder.norm(own, weight, given, 1e-6, added)
-        normed = TorchEncoder().norm(want, weight, given, 1e-6, added)
+        found = cuda_encoder.norm(own, Norm(weight, given, 1e-6), added)
+        normed = TorchEncoder().norm(want, Norm(weight, given, 1e-6), added)
         assert torch.equal(own, want)
         torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
 """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.encoder import DIM_STEP, DIMS, WIDEST, Angles
+from kvline_server.kernels.encoder import DIM_STEP, DIMS, WIDEST, Angles, Norm
 
 BLOCK = 2048  # places of heads that a program copies
 BLOCKS = tuple(1 << n for n in range(9, WIDEST.bit_length()))  # of rows, filled to a power of two
@@ -42,20 +42,14 @@ def join(x: torch.Tensor, dim: int) -> torch.Tensor:
     return out
 
 
-def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    added: torch.Tensor | None,
-) -> torch.Tensor:
+def norm(x: torch.Tensor, by: Norm, added: torch.Tensor | None) -> torch.Tensor:
     """Encoder.norm."""
     (rows, width), out = x.shape, torch.empty_like(x)
-    kind = added is not None, bias is not None
+    kind = added is not None, by.bias is not None
     variant = _norm_variant(x.dtype, *kind, width, width % ALIGN == 0)
     # Kernels do not read what is not there; any pointer will do.
-    more, given = (x if added is None else added), (weight if bias is None else bias)
-    launch(variant, rows, x, more, weight, given, out, width, eps)
+    more, bias = (x if added is None else added), (by.weight if by.bias is None else by.bias)
+    launch(variant, rows, x, more, by.weight, bias, out, width, by.eps)
     return out
 
 

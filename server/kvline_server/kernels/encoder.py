@@ -32,6 +32,15 @@ class Angles:
         return cls(turns.cos().flatten(1), turns.sin().flatten(1))
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A layer norm, or without a bias an RMS norm."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+
 class Encoder(ABC):
     def memory(self) -> AbstractContextManager[object]:
         """For what passes allocate: where others take what is freed, it is kept for passes. On a
@@ -50,16 +59,8 @@ class Encoder(ABC):
         dim], which it may overwrite -> [rows, heads * dim], contiguous"""
 
     @abstractmethod
-    def norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """A layer norm, or without a bias an RMS norm, of x with what is `added` to it in place
-        before. [rows, width], contiguous"""
+    def norm(self, x: torch.Tensor, norm: Norm, added: torch.Tensor | None = None) -> torch.Tensor:
+        """Of x with what is `added` to it in place before. [rows, width], contiguous"""
 
     @abstractmethod
     def linear_gelu(

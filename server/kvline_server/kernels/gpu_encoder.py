@@ -19,7 +19,7 @@ from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
 from kvline_server.kernels import cuda_encoder
-from kvline_server.kernels.encoder import Angles, Encoder
+from kvline_server.kernels.encoder import Angles, Encoder, Norm
 from kvline_server.kernels.pinned import upload
 
 TILE = {64: 192, 128: 128}  # rows of a block of fa3, by head size
@@ -100,15 +100,8 @@ class GpuEncoder(Encoder):
         )
         return cuda_encoder.join(out, plan.dim)
 
-    def norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return cuda_encoder.norm(x, weight, bias, eps, added)
+    def norm(self, x: torch.Tensor, norm: Norm, added: torch.Tensor | None = None) -> torch.Tensor:
+        return cuda_encoder.norm(x, norm, added)
 
     def linear_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvline_server.kernels.encoder import Angles, Encoder
+from kvline_server.kernels.encoder import Angles, Encoder, Norm
 
 ROWS = 4096  # that are rotated at once, which takes float32 of theirs
 
@@ -47,19 +47,13 @@ class TorchEncoder(Encoder):
             start = end
         return out.flatten(1)
 
-    def norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm, added: torch.Tensor | None = None) -> torch.Tensor:
         if added is not None:
             x += added
-        if bias is None:
-            return functional.rms_norm(x, weight.shape, weight, eps)
-        return functional.layer_norm(x, weight.shape, weight, bias, eps)
+        weight, width = norm.weight, norm.weight.shape
+        if norm.bias is None:
+            return functional.rms_norm(x, width, weight, norm.eps)
+        return functional.layer_norm(x, width, weight, norm.bias, norm.eps)
 
     def linear_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvline_server.kernels.encoder import Angles
+from kvline_server.kernels.encoder import Angles, Norm
 from kvline_server.kernels.interface import Kernels
 from kvline_server.model.vision.patches import ROWS
-from kvline_server.model.vision.weights import Linear, Norm
+from kvline_server.model.vision.weights import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Layer:
         """In place; `plan` is of Encoder. x [patches, hidden]"""
         qkv = x.new_empty(len(x), len(self.qkv.weight))
         for rows in some(len(x)):
-            self.qkv.into(self.before.of(kernels, x[rows]), qkv[rows])
+            self.qkv.into(kernels.encoder.norm(x[rows], self.before), qkv[rows])
         mixed = kernels.encoder.attend(qkv, plan, angles)
         del qkv  # before the MLP takes as much
         for rows in some(len(x)):
             own, made = x[rows], self.out(mixed[rows])
-            own += self.mlp.run(kernels, self.between.of(kernels, own, made))
+            own += self.mlp.run(kernels, kernels.encoder.norm(own, self.between, made))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Merger:
         for rows in some(len(out), ROWS // patches):
             own = x[rows.start * patches : rows.stop * patches]
             if self.joined:
-                made = self.norm.of(kernels, own.view(-1, patches * own.shape[1]))
+                made = kernels.encoder.norm(own.view(-1, patches * own.shape[1]), self.norm)
             else:
-                made = self.norm.of(kernels, own).view(-1, patches * own.shape[1])
+                made = kernels.encoder.norm(own, self.norm).view(-1, patches * own.shape[1])
             out[rows] = self.down(functional.gelu(self.up(made)))
 
 

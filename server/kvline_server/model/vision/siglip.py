@@ -48,8 +48,8 @@ class Siglip(Tower):
         return Work(x, plan(kernels, self.config, [grid.patches for grid in grids]))
 
     def merge(self, kernels: Kernels, work: Work, rows: torch.Tensor) -> None:
-        means = self.last.of(kernels, work.x).view(len(rows), -1, work.x.shape[1]).mean(1)
-        torch.mm(self.norm.of(kernels, means), self.projection, out=rows)
+        means = kernels.encoder.norm(work.x, self.last).view(len(rows), -1, work.x.shape[1]).mean(1)
+        torch.mm(kernels.encoder.norm(means, self.norm), self.projection, out=rows)
 
 
 def _layer(tensors: Tensors, c: VisionConfig, at: str) -> Layer:

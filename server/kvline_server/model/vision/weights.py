@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvline_server.kernels.interface import Kernels
+from kvline_server.kernels.encoder import Norm
 from kvline_server.model.linear import Filters, Rows, Tensors
 from kvline_server.model.vision.config import CHANNELS, VisionConfig
 
@@ -30,21 +30,6 @@ class Linear:
             torch.mm(x, self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=out)
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A layer norm, or without a bias an RMS norm."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    eps: float
-
-    def of(
-        self, kernels: Kernels, x: torch.Tensor, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Of x, with what is `added` to it in place before. [rows, width]"""
-        return kernels.encoder.norm(x, self.weight, self.bias, self.eps, added)
 
 
 def found(tensors: Tensors, config: VisionConfig) -> str:
