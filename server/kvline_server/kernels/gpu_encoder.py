@@ -59,7 +59,7 @@ class GpuEncoder(Encoder):
         none = PosEncodingMode["NONE"].value
         module = get_batch_prefill_module("fa3", *kinds, wide, wide, none, False, False, False)
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        of_head = -(-rows // TILE[wide]) + len(lengths)
+        of_head = -(-rows // TILE[wide]) + len(lengths) - 1  # blocks at most
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         size = WORK * of_head * (1 if of_head > ALIKE else heads) + 4 * processors + SPARE
         ints = torch.empty(size, dtype=torch.uint8, device=self.device)
