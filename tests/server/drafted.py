@@ -82,7 +82,7 @@ def play(
                 made.abort(id)
         made.caches.check([each.table for each in made.scheduler.running])
         # The memory of these tables is that of running sequences.
-        assert all(each.ngrams is None for each in made.scheduler.waiting)
+        assert all(each.proposer is None for each in made.scheduler.waiting)
     assert all(pool.used == 0 for pool in made.caches.pools)
     assert not made.sequences
     return out

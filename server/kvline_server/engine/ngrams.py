@@ -8,10 +8,11 @@ is looked up.
 
 from __future__ import annotations
 
-import math
 from array import array
 
 import numpy as np
+
+from kvline_server.engine import proposer
 
 LONG, SHORT = 4, 2  # tokens that are looked up, the longer ones first
 MOST_BITS = 15  # of a table; in a longer text what was seen early is found less often
@@ -36,6 +37,8 @@ def table_bytes(limit: int) -> int:
 
 
 class Ngrams:
+    """A Proposer."""
+
     def __init__(self, limit: int) -> None:
         """Of a sequence of up to `limit` tokens."""
         bits = table_bits(limit)
@@ -47,7 +50,7 @@ class Ngrams:
         self.rate = FIRST_RATE  # share of expected tokens that came
 
     def read(self, tokens: list[int]) -> None:
-        """Those that the sequence gained since the last call, of all its `tokens`."""
+        """Proposer.read."""
         if len(tokens) - self._read > AT_ONCE:
             self._read_many(tokens, len(tokens) - 1)
         for at in range(self._read, len(tokens)):
@@ -55,14 +58,12 @@ class Ngrams:
         self._read = len(tokens)
 
     def worth(self, price: float, most: int) -> int:
-        """How many draft tokens have at least the chance `price` to be accepted, `most` at most."""
-        if not self._next or self.rate < price:
-            return 0
-        return most if price <= 0 else min(most, int(math.log(price) / math.log(self.rate)))
+        """Proposer.worth."""
+        return proposer.worth(self.rate, price, most) if self._next else 0
 
     def gain(self, count: int) -> float:
-        """Tokens of so many draft tokens that are accepted on average."""
-        return self.rate * (1 - self.rate**count) / (1 - self.rate)
+        """Proposer.gain."""
+        return proposer.gain(self.rate, count)
 
     def draft(self, tokens: list[int], count: int) -> list[int]:
         """The next `count` tokens of the sequence, as they came before. Needs `worth` above 0."""

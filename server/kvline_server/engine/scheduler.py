@@ -358,7 +358,7 @@ class Scheduler:
         self._release(sequence)
         self.waiting.appendleft(sequence)
         sequence.preemptions += 1
-        sequence.ngrams = None  # those of running sequences are counted
+        sequence.proposer = None  # the memory of those of running sequences is counted
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
