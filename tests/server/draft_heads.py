@@ -57,9 +57,9 @@ class Head(torch.nn.Module):
 class Reference:
     """A model with a head."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **more: Any) -> None:
         self.name = name
-        self.model: Any = build(name)
+        self.model: Any = build(name, **more)
         self.head = Head(self.model).float().eval()
         with torch.no_grad():
             for key, each in self.head.named_parameters():
@@ -71,16 +71,17 @@ class Reference:
         return self._logits(*self._fed(tokens))
 
     @torch.inference_mode()
-    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Greedy, behind all tokens: each draft goes on from the head's own hidden state."""
+    def behind(self, tokens: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
+        """Of each draft behind all tokens: it goes on from the head's own hidden state, and from
+        the draft before. -> logits [drafts, vocabulary]"""
         ids, before = self._fed(tokens)
-        found: list[int] = []
-        while len(found) < count:
+        found: list[torch.Tensor] = []
+        for draft in drafts:
             hidden = self.head(ids, before)
-            found.append(int(self._lm_head(hidden[-1]).argmax()))
-            ids = torch.cat((ids, torch.tensor(found[-1:])))
+            found.append(self._lm_head(hidden[-1]))
+            ids = torch.cat((ids, torch.tensor([draft])))
             before = torch.cat((before, hidden[-1:]))
-        return found
+        return torch.stack(found)
 
     def save(self, folder: Path) -> Path:
         """Experts one by one, as in published files of Qwen3-Next, or together."""

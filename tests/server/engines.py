@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.engine.head import Head, places
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Costs, Speculation, decode_rows
@@ -26,6 +27,7 @@ from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.dequantised import Dequantised
+from kvline_server.model.draft_head import with_head
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
@@ -54,11 +56,15 @@ class Guess(Speculation):
 
 
 def decoder(
-    folder: Path, positions: int | None = None, kernels: TorchKernels | None = None
+    folder: Path,
+    positions: int | None = None,
+    kernels: TorchKernels | None = None,
+    head: bool = False,
 ) -> Decoder:
     config = read_config(folder)
     kernels = kernels or TorchKernels()
     source = Dequantised(SafetensorsSource(folder), config.quantization)
+    config = with_head(config, source) if head else config
     weights = load_weights(source, config, kernels)
     return Decoder(config, weights, positions or config.max_position, kernels)
 
@@ -100,15 +106,19 @@ def engine(
     matchers: Matchers | None = None,
     snapshots: int = 8,
     matrices: torch.dtype = torch.float32,
+    head: type[Head] | None = None,
 ) -> Engine:
-    made = decoder(folder, model_len, kernels)
+    """With a `head`, draft tokens are those of the files' draft head."""
+    made = decoder(folder, model_len, kernels, head is not None)
     scales: tuple[Scales, ...] = ()
     if fp8_cache:
         scales, _ = kv_scales.read(SafetensorsSource(folder), made.config)
     kept = torch.float8_e4m3fn if fp8_cache else torch.float32
     arena = mapped(made, model_len, pages, kept, scales, 1 + running + snapshots, matrices)
     states = StatePool(running, snapshots) if made.config.recurrent else None
-    runner = Worker(made, arena, rows, running, decode_rows(running, step, draft_tokens))
+    hidden = places(running, draft_tokens) if head is not None else 0
+    most = decode_rows(running, step, draft_tokens)
+    runner = Worker(made, arena, rows, running, most, hidden)
     executor = Local(runner, cpu_device(None, os.getpid()))
     eos = made.config.eos_token_ids
     found = Engine(
@@ -120,6 +130,7 @@ def engine(
         draft_tokens=draft_tokens,
         matchers=matchers,
         states=states,
+        head=head(runner.draft, draft_tokens) if head is not None else None,
     )
     if found.speculation is not None:
         found.speculation.costs = Free()

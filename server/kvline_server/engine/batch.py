@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from operator import attrgetter
 
@@ -146,6 +146,14 @@ class Rows:
             constraints=constraints,
         )
         return Batch(step, tuple(self.scored), self.sampled, self.drafts, counts)
+
+
+def decode_layout(
+    firsts: Items[tuple[Sequence, int]], cleared: Iterable[Collection[int]] = ()
+) -> Layout:
+    """Of a row of each of these sequences, at this position; without recurrent states."""
+    work = [Work(sequence, position, 1, Kind.DECODE) for sequence, position in firsts]
+    return replace(_layout(work, len(work), len(work), cleared), states=None)
 
 
 def _token_ids(decodes: list[Work], prompts: list[Work], drafting: bool) -> np.ndarray:

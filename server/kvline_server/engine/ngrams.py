@@ -13,6 +13,7 @@ from array import array
 import numpy as np
 
 from kvline_server.engine import proposer
+from kvline_server.engine.proposer import FIRST_RATE, HORIZON_TOKENS, MOST_RATE
 
 LONG, SHORT = 4, 2  # tokens that are looked up, the longer ones first
 MOST_BITS = 15  # of a table; in a longer text what was seen early is found less often
@@ -20,10 +21,6 @@ ENTRY = 4  # bytes
 AT_ONCE = 64  # tokens from which on arrays are faster
 _WORD = 0xFFFFFFFF
 _LAST, _BEFORE, _PAIR = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
-# The share of predicted tokens that came is an average over about so many of the last ones.
-HORIZON_TOKENS = 16
-FIRST_RATE = 0.5
-MOST_RATE = 0.98
 
 
 def table_bits(limit: int) -> int:

@@ -1,10 +1,15 @@
 """Where the draft tokens of one sequence come from (speculation.py says how many it gets): from its
-own text (ngrams.py)."""
+own text (ngrams.py), or from a draft head (head.py)."""
 
 from __future__ import annotations
 
 import math
 from typing import Protocol
+
+# The share of predicted tokens that came is an average over about so many of the last ones.
+HORIZON_TOKENS = 16
+FIRST_RATE = 0.5
+MOST_RATE = 0.98
 
 
 class Proposer(Protocol):

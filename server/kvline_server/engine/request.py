@@ -59,6 +59,7 @@ class Sequence:
     table: PageTable = field(default_factory=PageTable)
     chain: list[bytes] = field(default_factory=list)  # keys of its full pages
     extras: Mapping[int, bytes] = field(init=False)  # extra parts of these keys, by page
+    begun: int = 0  # tokens that the prefix cache had when it was admitted last
     published: int = 0  # full pages that the prefix cache knows
     confirmed: int = 0  # computed tokens on which a result that was read as finite depends
     scored: int = 0  # prompt positions whose logprob has left the engine; survives preemption

@@ -97,13 +97,16 @@ class Speculation:
 
     def draft(self, sequence: Sequence, most: int) -> list[int]:
         """Draft tokens of a sequence whose tokens are all read."""
-        proposer = sequence.proposer
-        if proposer is None:
-            return []
+        count, proposer = self.wanted(sequence, most), sequence.proposer
+        return proposer.draft(sequence.tokens, count) if count and proposer is not None else []
+
+    def wanted(self, sequence: Sequence, most: int) -> int:
+        """How many of them pay, `most` at most."""
+        if sequence.proposer is None:
+            return 0
         # The last token of all is sampled, so it is no draft.
         most = min(most, self._now, sequence.limit - len(sequence.tokens) - 1)
-        count = proposer.worth(self._price, most) if most > 0 else 0
-        return proposer.draft(sequence.tokens, count) if count else []
+        return sequence.proposer.worth(self._price, most) if most > 0 else 0
 
     def waits(self, running: Iterable[Sequence]) -> bool:
         """Whether drafts of the running sequences save more than it costs that the host prepares a

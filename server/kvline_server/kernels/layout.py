@@ -155,6 +155,18 @@ class SamplingMetadata:
         )
 
 
+def greedy(rows: int) -> SamplingMetadata:
+    """Of rows whose best token is taken."""
+    zeros = np.zeros(rows, np.float32)
+    return SamplingMetadata(
+        temperatures=zeros,
+        top_k=np.zeros(rows, np.int32),
+        top_p=zeros + 1,
+        min_p=zeros,
+        keys=np.zeros(rows, np.uint64),
+    )
+
+
 def starts(counts: np.ndarray) -> NDArray[np.int32]:
     """Where each of so many entries begin, and where the last ones end. -> [counts + 1]"""
     out = np.zeros(len(counts) + 1, dtype=np.int32)
