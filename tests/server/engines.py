@@ -22,6 +22,7 @@ from kvline_server.memory.arena import HostArena, KVLayer, Scales
 from kvline_server.memory.device import cpu_device
 from kvline_server.memory.groups import GroupedArena
 from kvline_server.memory.state_arena import StateArena
+from kvline_server.memory.state_shape import States
 from kvline_server.memory.states import StatePool
 from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
@@ -107,15 +108,19 @@ def engine(
     snapshots: int = 8,
     matrices: torch.dtype = torch.float32,
     head: type[Head] | None = None,
+    drafting: int | None = None,
 ) -> Engine:
-    """With a `head`, draft tokens are those of the files' draft head."""
+    """With a `head`, draft tokens are those of the files' draft head. A hybrid has states for those
+    of so many sequences `drafting` at once; None: of all."""
     made = decoder(folder, model_len, kernels, head is not None)
     scales: tuple[Scales, ...] = ()
     if fp8_cache:
         scales, _ = kv_scales.read(SafetensorsSource(folder), made.config)
     kept = torch.float8_e4m3fn if fp8_cache else torch.float32
-    arena = mapped(made, model_len, pages, kept, scales, 1 + running + snapshots, matrices)
-    states = StatePool(running, snapshots) if made.config.recurrent else None
+    drafts = draft_tokens * (running if drafting is None else drafting)
+    slots = 1 + running + snapshots + drafts
+    arena = mapped(made, model_len, pages, kept, scales, slots, matrices)
+    states = StatePool(running, snapshots, drafts) if made.config.recurrent else None
     hidden = places(running, draft_tokens) if head is not None else 0
     most = decode_rows(running, step, draft_tokens)
     runner = Worker(made, arena, rows, running, most, hidden)
@@ -159,6 +164,18 @@ def worker(made: Engine) -> Worker:
     """The worker of an engine whose device is in this process."""
     assert isinstance(made.executor, Local)
     return made.executor.worker
+
+
+def spoil(made: Engine) -> None:
+    """What is in no sequence's state and in no snapshot becomes NaN."""
+    states = made.caches.states
+    if states is None:
+        return
+    kept = {*states._used, *(each.slot for each in states._of.values())}
+    for layer in worker(made).arena.layers():
+        if isinstance(layer, States):
+            for slot in {*range(1, 1 + states.total), *states._drafts} - kept:
+                layer.inputs[slot], layer.matrices[slot] = float("nan"), float("nan")
 
 
 def greedy(max_tokens: int = 12, **more: object) -> SamplingParams:

@@ -189,20 +189,25 @@ def _layout(
         )
         for at, pages in zip(range(len(tables[0].groups)), chain(cleared, repeat(())), strict=False)
     ]
-    return Layout(decodes, row_starts, positions, tuple(groups), _states(tables))
+    return Layout(decodes, row_starts, positions, tuple(groups), _states(tables, decodes))
 
 
-def _states(tables: list[PageTable]) -> StateLayout | None:
+def _states(tables: list[PageTable], decodes: int) -> StateLayout | None:
     """Of each sequence, where the model has recurrent layers."""
     if not tables or tables[0].step is None:
         return None
     steps = [table.step for table in tables if table.step is not None]
     kept = [(at, *each) for at, step in enumerate(steps) for each in step.snapshots]
     of = np.asarray(kept, dtype=np.int64).reshape(-1, 3)
+    each = None
+    if any(step.each for step in steps[:decodes]):
+        written = [slot for step in steps[:decodes] for slot in step.each or (step.slot,)]
+        each = np.asarray(written, dtype=np.int64)
     return StateLayout(
         slots=np.asarray([step.slot for step in steps], dtype=np.int64),
         sources=np.asarray([step.source for step in steps], dtype=np.int64),
         snapshots=Snapshots(of[:, 0], of[:, 1], of[:, 2]) if kept else None,
+        each=each,
     )
 
 

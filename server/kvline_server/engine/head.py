@@ -92,7 +92,7 @@ class Head:
                 break
             if sequence.pending or sequence.uncomputed != 1:
                 continue
-            count = speculation.wanted(sequence, spare)
+            count = speculation.wanted(sequence, scheduler.draftable(sequence, spare))
             if count and (count := scheduler.reserve(sequence, count)):
                 found.append((count, sequence))
                 spare -= count

@@ -126,10 +126,10 @@ class Scheduler:
         return work
 
     def _plan_states(self, work: list[Work]) -> None:
-        for sequence, start, rows, _, _ in work:
+        for sequence, start, rows, _, drafts in work:
             if not start % BOUNDARY:  # a state may be kept there, by the key of what is before
                 sequence.extend_chain(min(start, len(sequence.tokens)))
-            self.caches.plan(sequence.table, start, rows, sequence.chain)
+            self.caches.plan(sequence.table, start, rows, sequence.chain, len(drafts))
 
     def advance(self, work: list[Work]) -> None:
         """After a step's launch: its tokens count as computed, and full pages can be shared."""
@@ -144,6 +144,7 @@ class Scheduler:
         """After draft tokens were read: the next step writes over the keys behind so many of the
         sequence, which may have been preempted since."""
         if sequence in self.running:
+            self.caches.accept(sequence.table, tokens)
             sequence.computed = min(sequence.computed, tokens)
             self._share(sequence, sequence.computed)
 
@@ -203,8 +204,17 @@ class Scheduler:
         return rows
 
     def spare(self, budget: int) -> int:
-        """Rows of a step with so many left that may be draft tokens."""
-        return min(budget, self.max_step_tokens // 2) - self.max_running
+        """Rows of a step with so many left that may be draft tokens: each has a state of its own
+        where there are recurrent layers."""
+        rows = min(budget, self.max_step_tokens // 2) - self.max_running
+        return rows if self.caches.states is None else min(rows, self.caches.states.drafts)
+
+    def draftable(self, sequence: Sequence, most: int) -> int:
+        """Draft tokens that it may have, `most` at most: rows of a step end where a state may be
+        kept of recurrent layers."""
+        if self.caches.states is None:
+            return most
+        return min(most, BOUNDARY - 1 - sequence.computed % BOUNDARY)
 
     def reserve(self, sequence: Sequence, count: int) -> int:
         """Takes the pages for what a draft head keeps of so many tokens behind the computed ones,
@@ -221,7 +231,8 @@ class Scheduler:
         sequence could take one beside it, or a decode of this step would preempt for it."""
         if self.speculation is None or sequence.pending:
             return NO_DRAFTS
-        drafts, table = self.speculation.draft(sequence, spare), sequence.table
+        most, table = self.draftable(sequence, spare), sequence.table
+        drafts = self.speculation.draft(sequence, most)
         tokens, room = sequence.computed + 1 + len(drafts), table.tokens - sequence.computed - 1
         if len(drafts) <= room or self.caches.fits(table, tokens, len(self.running)):
             return drafts

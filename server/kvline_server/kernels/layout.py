@@ -51,6 +51,9 @@ class StateLayout:
     slots: NDArray[np.int64]  # [sequences], written; DUMMY for padding
     sources: NDArray[np.int64]  # [sequences], read; DUMMY: none, it starts from zero
     snapshots: Snapshots | None = None
+    # [decode rows], written behind each of them where some are draft tokens, so that a sequence can
+    # go on behind any; None: none is.
+    each: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class Decoder:
         if self.config.recurrent is not None:
             held = layout.states
             assert held is not None
-            rows = layout.row_starts, held.slots, held.sources, held.snapshots
+            rows = layout.row_starts, held.slots, held.sources, held.snapshots, held.each
             plans.append(self.kernels.recurrent.plan(Sequences(*rows)))
         return plans
 
