@@ -233,6 +233,22 @@ def test_a_step_has_room_for_a_chunk_beside_all_decodes(folder: Path) -> None:
         resolve(small, model, LARGE)
 
 
+@pytest.mark.parametrize(("drafting", "drafts"), [(0, 0), (3, 21), (64, 28)])
+def test_draft_tokens_of_some_requests_have_slots(drafting: int, drafts: int) -> None:
+    """Of no more than run, beside all others; a step has no more draft tokens."""
+    asked = EngineSettings(None, 8192, 4, 512, 20, 0, 64, None, recurrent=True, draft_tokens=7)
+    plain, settings = Slots.of(asked, 1000), replace(asked, drafting=drafting)
+    made = Slots.of(settings, 1000)
+    assert made.drafts == drafts and made.reserved == plain.reserved + 1000 * drafts
+    assert made.reserved == 1000 * settings.state_slots
+    assert sum(part.fixed for part in made.parts()) == made.reserved
+    pool = made.pool()
+    assert pool is not None and pool.drafts == drafts
+    details = [str(part.detail) for part in made.parts() if part.name == STATES]
+    assert [f"{drafts} more behind draft tokens" in each for each in details] == [drafts > 0]
+    assert not replace(settings, recurrent=False).draft_states
+
+
 def test_draft_tokens_are_refused_by_name(folder: Path) -> None:
     drafts = Speculation(Method.NGRAM)
     launch = launch_config(folder, EngineOptions(speculation=drafts))

@@ -88,6 +88,7 @@ class EngineSettings:
     # prefixes, where None is the default of so many requests, and the dtype of their matrices. The
     # fingerprint has what follows from them.
     recurrent: bool = field(default=False, repr=False)
+    drafting: int = field(default=0, repr=False)  # sequences whose drafts have states at once
     asked_snapshots: int | None = field(default=None, repr=False)
     state_dtype: StateDtype = field(default=StateDtype.FLOAT32, repr=False)
 
@@ -190,9 +191,16 @@ class EngineSettings:
         return usual_snapshots(self.max_running_requests) if asked is None else asked
 
     @property
+    def draft_states(self) -> int:
+        """Slots of recurrent states behind draft tokens, which bound those of a step."""
+        drafting = min(self.drafting, self.max_running_requests)
+        return drafting * self.draft_tokens if self.recurrent else 0
+
+    @property
     def state_slots(self) -> int:
-        """Of recurrent states: of what runs, of snapshots, and the dummy."""
-        return 1 + self.max_running_requests + self.snapshots if self.recurrent else 0
+        """Of recurrent states: of what runs, of snapshots, of draft tokens, and the dummy."""
+        kept = self.snapshots + self.draft_states
+        return 1 + self.max_running_requests + kept if self.recurrent else 0
 
     @property
     def decode_rows(self) -> int:
