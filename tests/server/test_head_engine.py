@@ -34,13 +34,17 @@ def folder(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return reference.save(tmp_path_factory.mktemp("headed"))
 
 
-@pytest.mark.parametrize("pages", PAGES)
 @pytest.mark.parametrize(
-    ("right", "depth", "least", "most"),
-    [(0.0, 0, 0.0, 0.0), (0.7, 0, 0.5, 0.8), (1.0, 0, 0.98, 1.0), (0.7, 1, 0.5, 0.8)],
+    ("right", "pages", "depth", "least", "most"),
+    [
+        (0.0, max(PAGES), 0, 0.0, 0.0),
+        (0.7, min(PAGES), 0, 0.5, 0.8),
+        (1.0, max(PAGES), 0, 0.98, 1.0),
+        (0.7, min(PAGES), 1, 0.5, 0.8),
+    ],
 )
 def test_drafts_of_a_head_change_no_output(
-    folder: Path, pages: int, right: float, depth: int, least: float, most: float
+    folder: Path, right: float, pages: int, depth: int, least: float, most: float
 ) -> None:
     """None, some and all of them accepted; every option of a request is among them."""
 
