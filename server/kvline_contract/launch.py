@@ -96,6 +96,8 @@ class Speculation:
 
     method: Method
     max_draft_tokens: int | None = field(low=1, high=MAX_DRAFT_TOKENS, omit_none=True, default=None)
+    # Of a model whose layers keep recurrent states: requests with all their draft tokens at once.
+    max_sequences: int | None = field(low=1, high=4096, omit_none=True, default=None)
 
     @property
     def draft_tokens(self) -> int:

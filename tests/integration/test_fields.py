@@ -66,6 +66,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     ),
     ("engine.speculation", {"method": "NGram"}, ROLLS),
     ("engine.speculation", {"method": "NGram", "maxDraftTokens": 3}, ROLLS),
+    ("engine.speculation", {"method": "NGram", "maxSequences": 3}, ROLLS),
     ("engine.defaultMaxTokens", 0, "spec.engine.defaultMaxTokens"),
     ("engine.defaultMaxTokens", 1024, ROLLS),
     ("engine.toolCallParser", "hermes", "spec.engine.toolCallParser"),

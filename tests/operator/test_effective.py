@@ -69,6 +69,9 @@ def test_speculation_has_its_number_of_draft_tokens() -> None:
         engine = {"speculation": {"method": "NGram", **given}}
         made = effective(service_state(PLAIN, spec={"engine": engine}))["engine"]
         assert made["speculation"] == {"method": "NGram", "maxDraftTokens": number}
+    engine = {"speculation": {"method": "NGram", "maxSequences": 4}}
+    made = effective(service_state(PLAIN, spec={"engine": engine}))["engine"]
+    assert made["speculation"]["maxSequences"] == 4
 
 
 def paths(value: dict[str, Any], path: str = "") -> set[str]:
@@ -97,7 +100,7 @@ def test_the_schema_has_every_field_and_no_other() -> None:
         "capacity": {"kvTokens": 2048},
         "autoscaling": {"maxReplicas": 2},
         "engine": {
-            "speculation": {"method": "NGram"},
+            "speculation": {"method": "NGram", "maxSequences": 4},
             "defaultMaxTokens": 512,
             "toolCallParser": "Hermes",
         },

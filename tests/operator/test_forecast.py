@@ -433,6 +433,25 @@ def test_what_sets_how_many_requests_run_has_no_bound_where_windows_are_kept_for
     assert bounds(made, inputs, after) != Bounds(0, None)
 
 
+def test_states_behind_draft_tokens_have_no_bound() -> None:
+    """Their number is in no status, and follows from how many requests run."""
+    hybrid = replace(CPU, gpu=True, state=4 << 20)
+    before = inputs_of({**GIVEN, "prefixSnapshots": 32}, True)
+    made = hybrid.size(before, 2048)
+    assert made is not None
+    drafts = {"speculation": {"method": "NGram", "maxSequences": 2}}
+    unknown = Bounds(0, None)
+
+    def found(had: Object, **engine: Any) -> Bounds:
+        old = {**before, "engine": {**before["engine"], **had}}
+        return bounds(made, old, {**old, "engine": {**old["engine"], **engine}})
+
+    assert found({}, **drafts) == unknown
+    for change in ({"maxRunningRequests": 8}, {"stateDtype": "bfloat16"}):
+        assert found(drafts, **change) == unknown != found({}, **change)
+    assert found(drafts, prefixSnapshots=0) == found({}, prefixSnapshots=0)
+
+
 def test_states_in_bfloat16_leave_half_of_their_memory_at_most() -> None:
     """Of those that are asked for with it; as a row where the model is served so."""
     hybrid = replace(CPU, gpu=True, state=4 << 20)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,10 @@ EOS = (11, 40, 77, 130, 200)
 ABORTED = 9  # every ninth request is aborted by its client
 TIE = 1e-4  # of noised logits, within which another row count may draw another token
 RARE = 20_000  # tokens, of which one may
+
+
+Outputs = dict[int, list[Output]]  # by request
+Make = Callable[[Path, int, int, Outputs], Engine]  # of pages and draft tokens, and plain outputs
 
 
 def requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -82,7 +87,7 @@ def play(
                 made.abort(id)
         made.caches.check([each.table for each in made.scheduler.running])
         # The memory of these tables is that of running sequences.
-        assert all(each.ngrams is None for each in made.scheduler.waiting)
+        assert all(each.proposer is None for each in made.scheduler.waiting)
     assert all(pool.used == 0 for pool in made.caches.pools)
     assert not made.sequences
     return out
@@ -119,17 +124,23 @@ class Compared:
     accepted: int
 
 
-def equal(folder: Path, pages: int, depth: int, count: int) -> Compared:
-    """With drafts and without, and how many requests have another token."""
+def by_ngrams(folder: Path, pages: int, drafts: int, wanted: Outputs) -> Engine:
+    return engine(folder, pages, running=6, step=64, model_len=180, draft_tokens=drafts)
+
+
+def equal(
+    folder: Path, pages: int, depth: int, count: int, make: Make = by_ngrams, most: int = 7
+) -> Compared:
+    """With drafts of the engine that is made and without, and how many requests have another
+    token."""
     wanted = requests(pages, count)
-    plain, drafting = (
-        engine(folder, pages, running=6, step=64, model_len=180, draft_tokens=drafts)
-        for drafts in (0, 7)
-    )
+    plain = by_ngrams(folder, pages, 0, {})
     drawn = Drawn(plain)
-    for made in (plain, drafting):
-        made.eos_token_ids = frozenset(EOS)
-    want, got = (play(made, depth, wanted) for made in (plain, drafting))
+    plain.eos_token_ids = frozenset(EOS)
+    want = play(plain, depth, wanted)
+    drafting = make(folder, pages, most, want)
+    drafting.eos_token_ids = frozenset(EOS)
+    got = play(drafting, depth, wanted)
     if pages == min(PAGES):
         assert plain.scheduler.preemptions and drafting.scheduler.preemptions
     tokens = different = 0

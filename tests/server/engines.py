@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.engine.head import Head, places
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Costs, Speculation, decode_rows
@@ -21,11 +22,13 @@ from kvline_server.memory.arena import Arena, HostArena, KVLayer, KVShape, Scale
 from kvline_server.memory.device import cpu_device
 from kvline_server.memory.groups import GroupedArena
 from kvline_server.memory.state_arena import StateArena
+from kvline_server.memory.state_shape import States
 from kvline_server.memory.states import StatePool
 from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, cache_groups, state_shapes
 from kvline_server.model.dequantised import Dequantised
+from kvline_server.model.draft_head import with_head
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
@@ -54,11 +57,15 @@ class Guess(Speculation):
 
 
 def decoder(
-    folder: Path, positions: int | None = None, kernels: TorchKernels | None = None
+    folder: Path,
+    positions: int | None = None,
+    kernels: TorchKernels | None = None,
+    head: bool = False,
 ) -> Decoder:
     config = read_config(folder)
     kernels = kernels or TorchKernels()
     source = Dequantised(SafetensorsSource(folder), config.quantization)
+    config = with_head(config, source) if head else config
     weights = load_weights(source, config, kernels)
     return Decoder(config, weights, positions or config.max_position, kernels)
 
@@ -101,15 +108,23 @@ def engine(
     matchers: Matchers | None = None,
     snapshots: int = 8,
     matrices: torch.dtype = torch.float32,
+    head: type[Head] | None = None,
+    drafting: int | None = None,
 ) -> Engine:
-    made = decoder(folder, model_len, kernels)
+    """With a `head`, draft tokens are those of the files' draft head. A hybrid has states for those
+    of so many sequences `drafting` at once; None: of all."""
+    made = decoder(folder, model_len, kernels, head is not None)
     scales: tuple[Scales, ...] = ()
     if fp8_cache:
         scales, _ = kv_scales.read(SafetensorsSource(folder), made.config)
     kept = torch.float8_e4m3fn if fp8_cache else torch.float32
-    arena = mapped(made, model_len, pages, kept, scales, 1 + running + snapshots, matrices)
-    states = StatePool(running, snapshots) if made.config.recurrent else None
-    runner = Worker(made, arena, rows, running, decode_rows(running, step, draft_tokens))
+    drafts = draft_tokens * (running if drafting is None else drafting)
+    slots = 1 + running + snapshots + drafts
+    arena = mapped(made, model_len, pages, kept, scales, slots, matrices)
+    states = StatePool(running, snapshots, drafts) if made.config.recurrent else None
+    hidden = places(running, draft_tokens) if head is not None else 0
+    most = decode_rows(running, step, draft_tokens)
+    runner = Worker(made, arena, rows, running, most, hidden)
     executor = Local(runner, cpu_device(None, os.getpid()))
     eos = made.config.eos_token_ids
     found = Engine(
@@ -121,6 +136,7 @@ def engine(
         draft_tokens=draft_tokens,
         matchers=matchers,
         states=states,
+        head=head(runner.draft, draft_tokens) if head is not None else None,
     )
     if found.speculation is not None:
         found.speculation.costs = Free()
@@ -149,6 +165,18 @@ def worker(made: Engine) -> Worker:
     """The worker of an engine whose device is in this process."""
     assert isinstance(made.executor, Local)
     return made.executor.worker
+
+
+def spoil(made: Engine) -> None:
+    """What is in no sequence's state and in no snapshot becomes NaN."""
+    states = made.caches.states
+    if states is None:
+        return
+    kept = {*states._used, *(each.slot for each in states._of.values())}
+    for layer in worker(made).arena.layers():
+        if isinstance(layer, States):
+            for slot in {*range(1, 1 + states.total), *states._drafts} - kept:
+                layer.inputs[slot], layer.matrices[slot] = float("nan"), float("nan")
 
 
 def greedy(max_tokens: int = 12, **more: object) -> SamplingParams:

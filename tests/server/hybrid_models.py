@@ -111,14 +111,14 @@ def build(name: str, **more: Any) -> torch.nn.Module:
     made: torch.nn.Module = kind(config).float().eval()
     with torch.no_grad():
         for key, each in made.named_parameters():
-            _spread(key, each)
+            spread(key, each)
         for key, buffer in made.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
     return made
 
 
-def _spread(name: str, parameter: torch.Tensor) -> None:
+def spread(name: str, parameter: torch.Tensor) -> None:
     """The default decays forget within a few tokens."""
     kind = name.rpartition(".")[2]
     if kind in ("A_log", "dt_bias"):

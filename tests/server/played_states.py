@@ -3,12 +3,15 @@ the tokens that a state stands for."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from collections.abc import Sequence as Items
 from itertools import accumulate
 from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches
 from kvline_server.memory.states import BOUNDARY, DUMMY_SLOT, StatePool, StateStep
 from kvline_server.sizing.settings import least_rows
@@ -42,13 +45,14 @@ class Device:
     def run(self, parts: list[Part], steps: list[StateStep]) -> list[bool]:
         """Reads and writes what the step says, and nothing else. -> of which results are finite"""
         sources = [step.source for step in steps if step.source != DUMMY_SLOT]
-        writers = [step.slot for step in steps]
+        writers = [slot for step in steps for slot in step.each or (step.slot,)]
         copies = [slot for step in steps for _, slot in step.snapshots]
         assert len({*writers, *copies}) == len(writers) + len(copies), "a slot is written twice"
         assert not {*sources} & {*copies} and DUMMY_SLOT not in (*writers, *copies)
         for step in steps:
             others = [each.source for each in steps if each is not step]
-            assert step.slot not in others, "a slot is written that another reads"
+            written = {*step.each, step.slot}
+            assert not written & {*others}, "a slot is written that another reads"
         begun = [self.slots[step.source] for step in steps]
         finite = []
         for (tokens, start, rows, broken), step, state in zip(parts, steps, begun, strict=True):
@@ -57,7 +61,9 @@ class Device:
             for behind, slot in step.snapshots:
                 assert behind % BOUNDARY == 0 and 0 < behind <= rows
                 self.slots[slot] = NAN if broken or state == NAN else right[start + behind]
-            self.slots[step.slot] = NAN if broken or state == NAN else right[start + rows]
+            ends = step.each or (step.slot,)
+            for row, slot in enumerate(ends, rows - len(ends)):
+                self.slots[slot] = NAN if broken or state == NAN else right[start + row + 1]
             finite.append(not broken and state != NAN)
         return finite
 
@@ -75,25 +81,54 @@ def next_token(tokens: list[int]) -> int:
     return len(tokens) % 5
 
 
+class Ahead(Speculation):
+    """Draft tokens, of which most are right."""
+
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.rng = random.Random(0)
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        room = sequence.limit - len(sequence.tokens) - 1
+        count = min(most, self.rng.randrange(8), room)
+        right = [(len(sequence.tokens) + at) % 5 for at in range(max(0, count))]
+        return [token if self.rng.random() < 0.8 else 7 for token in right]
+
+
 class Played:
     """An engine whose model's next token follows from how many there are."""
 
-    def __init__(self, running: int, snapshots: int, pages: int, rows: int, depth: int = 0) -> None:
-        self.states = StatePool(running, snapshots)
+    def __init__(
+        self,
+        running: int,
+        snapshots: int,
+        pages: int,
+        rows: int,
+        depth: int = 0,
+        drafts: int = 0,
+    ) -> None:
+        """With up to so many draft tokens in a step."""
+        self.states = StatePool(running, snapshots, drafts)
         caches = Caches((0,), (pages,), rows, self.states)
-        self.scheduler = Scheduler(caches, running, max(rows, least_rows(running, True)))
+        most, ahead = max(rows, least_rows(running, True)), Ahead() if drafts else None
+        self.scheduler = Scheduler(caches, running, most, speculation=ahead)
         self.steps: list[StateStep] = []  # of the work that was scheduled last
-        self.device = Device(self.states.total)
+        self.device = Device(self.states.total + drafts)
+        self.accepted = [0, 0]  # draft tokens, and others
         self.depth = depth
         self.ended: list[Sequence] = []
         self.broken: set[Sequence] = set()  # whose next results are not finite
-        self.in_flight: deque[list[tuple[Sequence, bool]]] = deque()
+        self.in_flight: deque[list[tuple[Sequence, bool, Items[int]]]] = deque()
 
     def step(self) -> list[Work]:
+        while self.in_flight and self.scheduler.speculation is not None:
+            self._collect()  # drafts begin behind the last token
         work = self.scheduler.schedule()
         if work:
             # Of a token that is not read yet the device knows the value.
-            known = [[*w.sequence.tokens, next_token(w.sequence.tokens)] for w in work]
+            known = [
+                [*w.sequence.tokens, *(w.drafts or [next_token(w.sequence.tokens)])] for w in work
+            ]
             parts = [
                 Part(tokens, w.start, w.rows, w.sequence in self.broken)
                 for tokens, w in zip(known, work, strict=True)
@@ -104,9 +139,10 @@ class Played:
             self.scheduler.advance(work)
             sampled = []
             for item, good in zip(work, finite, strict=True):
-                if item.start + item.rows == item.sequence.length:
-                    item.sequence.pending += 1
-                    sampled.append((item.sequence, good))
+                sequence, drafts = item.sequence, item.drafts
+                if item.start + item.rows - len(drafts) == sequence.length:
+                    sequence.pending += 1 + len(drafts)
+                    sampled.append((sequence, good, drafts))
             self.in_flight.append(sampled)
         while len(self.in_flight) > (self.depth if work else 0):
             self._collect()
@@ -114,17 +150,26 @@ class Played:
         return work
 
     def _collect(self) -> None:
-        for sequence, good in self.in_flight.popleft():
+        for sequence, good, drafts in self.in_flight.popleft():
             if sequence.ended:
                 continue
             if not good:
                 self.scheduler.fail(sequence)
                 self.leave(sequence)
                 continue
-            sequence.pending -= 1
-            known = len(sequence.tokens)
-            sequence.tokens.append(next_token(sequence.tokens))
+            sequence.pending -= 1 + len(drafts)
+            right = 0
+            for draft in (*drafts, None):
+                sequence.tokens.append(next_token(sequence.tokens))
+                if draft != sequence.tokens[-1]:
+                    break
+                right += 1
+            known = len(sequence.tokens) - 1
             self.scheduler.confirm(sequence, known)
+            if drafts:
+                self.scheduler.truncate(sequence, known)
+                self.accepted[0] += right
+                self.accepted[1] += len(drafts) - right
             if len(sequence.tokens) >= sequence.limit:
                 self.leave(sequence)
 

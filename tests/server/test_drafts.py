@@ -120,7 +120,7 @@ def test_as_many_draft_tokens_are_tried_as_pay(
     """By what rows take and what is accepted; where none pay, one is tried now and then."""
     speculation, text = Speculation(7), read([1, 2, 3] * 10)
     one = sequence(0, 30, 10_000)
-    one.ngrams, text.rate = text, rate
+    one.proposer, text.rate = text, rate
     counts = []
     for _ in range(1200):
         speculation.refresh()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import engine, finish, greedy, worker
+from engines import engine, finish, greedy, spoil, worker
 from hybrid_models import build, save
 
 from kvline_server.engine.engine import Engine, Output
@@ -39,18 +39,6 @@ def texts(made: Engine, prompts: list[list[int]], tokens: int = 20) -> list[list
         made.submit(first + at, list(prompt), greedy(tokens))
     out = finish(made)
     return [[t for item in out[first + at] for t in item.tokens] for at in range(len(prompts))]
-
-
-def spoil(made: Engine) -> None:
-    """What is in no sequence's state and in no snapshot becomes NaN."""
-    states = made.caches.states
-    if states is None:
-        return
-    kept = {*states._used, *(each.slot for each in states._of.values())}
-    for layer in worker(made).arena.layers():
-        if isinstance(layer, States):
-            for slot in set(range(1, 1 + states.total)) - kept:
-                layer.inputs[slot], layer.matrices[slot] = float("nan"), float("nan")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

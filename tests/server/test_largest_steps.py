@@ -433,6 +433,29 @@ def test_no_prompts_have_more_chunks_or_snapshots_than_the_stress(
     assert sum(each > CHUNK for each in mix) <= kept
 
 
+@pytest.mark.parametrize(("states", "drafts"), [(0, 0), (5, 5), (100, 21)])
+def test_drafts_of_the_stress_have_a_state_each(states: int, drafts: int) -> None:
+    """As many as there are slots for, or as a step may have; the first of several has none."""
+    made = bounds(
+        max_running_requests=4,
+        draft_tokens=7,
+        recurrent=True,
+        snapshots=6,
+        draft_states=states,
+    )
+    (layout,) = {name: step.layout for name, step in played(made) if name == "drafts"}.values()
+    assert layout.decode_rows == layout.rows == 4 + drafts
+    held = layout.states
+    assert held is not None
+    if not drafts:
+        assert held.each is None
+        return
+    assert held.each is not None and len(set(held.each.tolist())) == layout.rows
+    assert held.each.max() <= 4 + 6 + states
+    assert held.each[layout.row_starts[1:] - 1].tolist() == held.slots.tolist()
+    assert held.each[layout.row_starts[:-1]].tolist() == held.sources.tolist()
+
+
 def chunks(layout: Layout) -> int:
     assert layout.states is not None
     own = Sequences(layout.row_starts, layout.states.slots, layout.states.sources)

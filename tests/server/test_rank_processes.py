@@ -19,6 +19,7 @@ from servers import Server, serving, wait_for
 from waiting import limit
 
 from kvline_contract.exits import ExitCode
+from kvline_contract.launch import EngineOptions, Method, Speculation
 from kvline_server.ipc.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
@@ -94,6 +95,20 @@ def test_two_ranks_of_a_hybrid_answer_as_one(hybrid_model: Path, tmp_path: Path)
         text = server.probe("/metrics")[1]
         (hit,) = re.findall(r"^kvline_prefix_hit_tokens_total ([\d.]+)", text, re.M)
         assert float(hit) >= 64
+
+
+def test_a_hybrid_with_drafts_answers_on_two_ranks_as_without(
+    hybrid_model: Path, tmp_path: Path
+) -> None:
+    """Its start plays a step with a state behind each row."""
+    folder, drafts = (tmp_path / "one", tmp_path / "two"), Speculation(Method.NGRAM, 3, 2)
+    engine = EngineOptions(max_model_len=256, max_running_requests=4, speculation=drafts)
+    with (
+        serving(Server(hybrid_model, folder[0])) as alone,
+        serving(Server(hybrid_model, folder[1], engine, gpus=2)) as server,
+    ):
+        for one, several in zip(answers(alone), answers(server), strict=True):
+            compare(several, one)
 
 
 def compare(got: dict[str, list[Any]], want: dict[str, list[Any]]) -> None:

@@ -18,7 +18,7 @@ from hybrid_models import build, save
 from servers import launch_config
 from waiting import limit
 
-from kvline_contract.launch import EngineOptions, Method, Speculation, StateDtype
+from kvline_contract.launch import Device, EngineOptions, Method, Speculation, StateDtype
 from kvline_contract.memory import SNAPSHOTS, STATES
 from kvline_contract.report import Direction
 from kvline_server.engine_process.start import LoadedRank, load_rank
@@ -233,11 +233,43 @@ def test_a_step_has_room_for_a_chunk_beside_all_decodes(folder: Path) -> None:
         resolve(small, model, LARGE)
 
 
-def test_draft_tokens_are_refused_by_name(folder: Path) -> None:
-    drafts = Speculation(Method.NGRAM)
+@pytest.mark.parametrize(
+    ("running", "tokens", "drafting", "drafts"),
+    [(4, 0, None, 0), (4, 7, 3, 21), (4, 7, 64, 28), (4, 7, None, 7), (16, 2, None, 16)],
+)
+def test_draft_tokens_of_some_requests_have_slots(
+    running: int, tokens: int, drafting: int | None, drafts: int
+) -> None:
+    """Of no more than run, beside all others; a step has no more draft tokens."""
+    asked = EngineSettings(None, 8192, running, 512, 20, 0, 64, None, recurrent=True)
+    plain = Slots.of(asked, 1000)
+    settings = replace(asked, draft_tokens=tokens, asked_drafting=drafting)
+    made = Slots.of(settings, 1000)
+    assert made.drafts == drafts and made.reserved == plain.reserved + 1000 * drafts
+    assert made.reserved == 1000 * settings.state_slots
+    assert sum(part.fixed for part in made.parts()) == made.reserved
+    pool = made.pool()
+    assert pool is not None and pool.drafts == drafts
+    details = [str(part.detail) for part in made.parts() if part.name == STATES]
+    assert [f"{drafts} more behind draft tokens" in each for each in details] == [drafts > 0]
+    assert not replace(settings, recurrent=False).draft_states
+
+
+def test_draft_tokens_have_states_on_a_cpu_and_are_refused_on_a_gpu(folder: Path) -> None:
+    drafts = Speculation(Method.NGRAM, 2, 3)
+    made = loaded(folder, max_running_requests=5, prefix_snapshots=4, speculation=drafts)
+    assert made.loaded.slots.drafts == 6
+    made.local.worker.arena.resize((4,))
+    states = [each for each in made.local.worker.arena.layers() if isinstance(each, States)]
+    assert [len(each.matrices) for each in states] == [1 + 5 + 4 + 6] * 3
+    fewer = Speculation(Method.NGRAM, 2, 2)
+    others = ({"speculation": fewer}, {"speculation": None})
+    for more in others:
+        other = loaded(folder, max_running_requests=5, prefix_snapshots=4, **more)
+        assert made.loaded.fingerprint != other.loaded.fingerprint
     launch = launch_config(folder, EngineOptions(speculation=drafts))
-    with pytest.raises(ModelUnsupported, match=r"spec\.engine\.speculation"):
-        resolve(launch, read_config(folder), LARGE)
+    with pytest.raises(ModelUnsupported, match=r"spec\.engine\.speculation: on GPUs"):
+        resolve(replace(launch, device=Device.CUDA), read_config(folder), LARGE)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +278,10 @@ def test_draft_tokens_are_refused_by_name(folder: Path) -> None:
         ("prefixSnapshots", EngineOptions(prefix_snapshots=4)),
         ("stateDtype", SMALL_STATES),
         ("stateDtype", EngineOptions(state_dtype=StateDtype.FLOAT32)),
+        (
+            r"speculation\.maxSequences",
+            EngineOptions(speculation=Speculation(Method.NGRAM, max_sequences=2)),
+        ),
     ],
 )
 def test_what_is_of_states_is_refused_for_a_model_without_any(

@@ -45,9 +45,12 @@ class Hybrids(RuleBasedStateMachine):
         pages=st.integers(22, 60),
         rows=st.integers(0, 200),
         depth=st.integers(0, 1),
+        drafts=st.integers(0, 9),
     )
-    def begin(self, running: int, snapshots: int, pages: int, rows: int, depth: int) -> None:
-        self.played = Played(running, snapshots, pages, rows, depth)
+    def begin(
+        self, running: int, snapshots: int, pages: int, rows: int, depth: int, drafts: int
+    ) -> None:
+        self.played = Played(running, snapshots, pages, rows, depth, drafts)
         self.added: list[Sequence] = []
 
     @rule(
@@ -506,3 +509,32 @@ def test_an_answer_s_snapshot_that_others_went_on_from_counts_as_theirs() -> Non
     assert branch.ended and branch.cached == 128
     running = [each for each in played.states._of.values() if each.decoding]
     assert len(running) == 1, "the one that it left last"
+
+
+def test_drafts_go_on_from_the_last_accepted_row() -> None:
+    """Over boundaries, with slots for fewer drafts than sequences want, and none is lost."""
+    played = Played(3, 4, 200, 512, drafts=4)
+    for id in range(6):
+        played.scheduler.add(chat(id, (9, 50 + id), output=150))
+    while not played.scheduler.idle:
+        played.step()
+    right, wrong = played.accepted
+    assert right > 2 * wrong > 100 and played.states.drafts == 4
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_slots_of_drafts_that_nobody_read_come_back(leave: bool) -> None:
+    """Of who leaves, or is preempted, with a step in flight; its state is kept for nobody."""
+    played = Played(1, 2, 100, 512, depth=1, drafts=4)
+    own = chat(0, (9, 50), output=150)
+    played.scheduler.add(own)
+    table = None
+    while table is None or table.drafted is None:
+        played.step()
+        table = own.table.states
+    assert played.states.drafts < 4
+    if leave:
+        played.leave(own)
+    else:
+        played.preempt()
+    assert played.states.drafts == 4 and not played.states.used

@@ -146,6 +146,10 @@ def _largest(measured: CapacityStatus) -> float | None:
     return (measured.kv_tokens + ROUNDING) / SHRINKS**shrunk
 
 
+# Of a model with recurrent states, what changes those behind draft tokens too: no status has them.
+WITH_DRAFT_STATES = frozenset({"engine.maxRunningRequests", "engine.stateDtype"})
+
+
 def _effect(
     path: str, old: Any, new: Any, measured: CapacityStatus, before: Object, after: Object
 ) -> Effect:
@@ -153,6 +157,9 @@ def _effect(
     resources = before.get("resources") or {}
     if path in WITHOUT_EFFECT:
         return Effect()
+    drafting = any((each.get("engine") or {}).get("speculation") for each in (before, after))
+    if drafting and measured.slots is not None and path in WITH_DRAFT_STATES:
+        return UNKNOWN
     if path == "engine.maxRunningRequests" and old is None:
         old = measured.sequences  # the server's default, where slots are reserved for them
     if path == "engine.prefixSnapshots" and measured.snapshots is not None:

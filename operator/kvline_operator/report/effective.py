@@ -57,7 +57,10 @@ def _speculation(engine: Object) -> Object:
     if "speculation" not in engine:
         return {}
     found = speculation(engine)
-    return {"speculation": {"method": str(found.method), "maxDraftTokens": found.draft_tokens}}
+    made: Object = {"method": str(found.method), "maxDraftTokens": found.draft_tokens}
+    if found.max_sequences is not None:
+        made["maxSequences"] = found.max_sequences
+    return {"speculation": made}
 
 
 def _states(reports: list[SizingReport]) -> Object:

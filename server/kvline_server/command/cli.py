@@ -39,7 +39,7 @@ from kvline_server.options.options import KEY_FILE, TLS_FOLDER, Options
 
 SERVED = ["default_max_tokens", "tool_call_parser"]  # engine options that no size depends on
 ENGINE = [f.name for f in fields(EngineOptions) if f.name not in ("speculation", *SERVED)]
-SPECULATION = ["speculation", "max_draft_tokens"]
+SPECULATION = ["speculation", "max_draft_tokens", "max_draft_sequences"]
 CAPACITY = ["kv_tokens", "headroom_mib"]
 # What a launch.json says itself; the flag would be overruled in silence.
 OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, *SERVED, *SPECULATION, *CAPACITY]
@@ -195,6 +195,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=number(1, MAX_DRAFT_TOKENS),
         help=f"of a request and step; default with --speculation: {MAX_DRAFT_TOKENS}",
     )
+    parser.add_argument(
+        "--max-draft-sequences",
+        type=number(1, 4096),
+        help="with --speculation, of a model with recurrent layers: requests for all of whose "
+        "draft tokens there are states; default: --max-running-requests by --max-draft-tokens",
+    )
 
 
 def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
@@ -229,9 +235,10 @@ def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
 
 def _drafts(arguments: argparse.Namespace) -> Speculation | None:
     """`--max-draft-tokens` asks for the one method."""
-    if arguments.speculation is None and arguments.max_draft_tokens is None:
+    method, *numbers = (getattr(arguments, name) for name in SPECULATION)
+    if method is None and numbers == [None, None]:
         return None
-    return Speculation(Method(arguments.speculation or Method.NGRAM), arguments.max_draft_tokens)
+    return Speculation(Method(method or Method.NGRAM), *numbers)
 
 
 def _found_device() -> Device:

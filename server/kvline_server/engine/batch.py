@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from operator import attrgetter
 
@@ -148,6 +148,14 @@ class Rows:
         return Batch(step, tuple(self.scored), self.sampled, self.drafts, counts)
 
 
+def decode_layout(
+    firsts: Items[tuple[Sequence, int]], cleared: Iterable[Collection[int]] = ()
+) -> Layout:
+    """Of a row of each of these sequences, at this position; without recurrent states."""
+    work = [Work(sequence, position, 1, Kind.DECODE) for sequence, position in firsts]
+    return replace(_layout(work, len(work), len(work), cleared), states=None)
+
+
 def _token_ids(decodes: list[Work], prompts: list[Work], drafting: bool) -> np.ndarray:
     """A pending token is filled in on the device."""
     known = [s.tokens[start] if start < len(s.tokens) else 0 for s, start, _, _, _ in decodes]
@@ -181,20 +189,25 @@ def _layout(
         )
         for at, pages in zip(range(len(tables[0].groups)), chain(cleared, repeat(())), strict=False)
     ]
-    return Layout(decodes, row_starts, positions, tuple(groups), _states(tables))
+    return Layout(decodes, row_starts, positions, tuple(groups), _states(tables, decodes))
 
 
-def _states(tables: list[PageTable]) -> StateLayout | None:
+def _states(tables: list[PageTable], decodes: int) -> StateLayout | None:
     """Of each sequence, where the model has recurrent layers."""
     if not tables or tables[0].step is None:
         return None
     steps = [table.step for table in tables if table.step is not None]
     kept = [(at, *each) for at, step in enumerate(steps) for each in step.snapshots]
     of = np.asarray(kept, dtype=np.int64).reshape(-1, 3)
+    each = None
+    if any(step.each for step in steps[:decodes]):
+        written = [slot for step in steps[:decodes] for slot in step.each or (step.slot,)]
+        each = np.asarray(written, dtype=np.int64)
     return StateLayout(
         slots=np.asarray([step.slot for step in steps], dtype=np.int64),
         sources=np.asarray([step.source for step in steps], dtype=np.int64),
         snapshots=Snapshots(of[:, 0], of[:, 1], of[:, 2]) if kept else None,
+        each=each,
     )
 
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from kvline_server.engine import batch as batches
 from kvline_server.engine.encoding import Encoding
+from kvline_server.engine.head import Head, by_head
 from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.masks import Masks, Verdict
 from kvline_server.engine.pictures import Pictures
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
-from kvline_server.engine.speculation import Speculation, accepted
+from kvline_server.engine.speculation import Speculation, accepted, by_ngrams
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.messages import WRONG_PIXELS
 from kvline_server.ipc.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ class _Launched:
     batch: batches.Batch
     step: InFlight
     verdicts: dict[Sequence, Verdict]  # sequences that end with it
-    at: float  # when it was launched
+    at: float  # when it was launched, or its drafts were begun
     host: float  # seconds that the host prepared it
 
 
@@ -72,14 +73,16 @@ class Engine:
         states: StatePool | None = None,
         encoding: Encoding | None = None,
         axes: bool = False,
+        head: Head | None = None,
     ) -> None:
         """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit.
         `draft_tokens` of a decode, at most. Without `matchers` sequences with a grammar fail.
         `states` of a model with recurrent layers, `encoding` of one that sees images; `axes`:
-        whether their positions differ by axis."""
+        whether their positions differ by axis. Draft tokens are those of the `head`, or n-grams."""
         self.executor = executor
         self.caches = Caches(executor.windows, executor.pages, max_step_tokens, states)
-        self.speculation = Speculation(draft_tokens) if draft_tokens else None
+        self.head, propose = head, by_ngrams if head is None else by_head
+        self.speculation = Speculation(draft_tokens, propose) if draft_tokens else None
         self.encoding, self.axes = encoding, axes
         self.scheduler = Scheduler(
             self.caches,
@@ -129,6 +132,7 @@ class Engine:
         step. Drafts begin behind the last token, so it is read first. Empty when there are no
         results yet."""
         early = self._collect(0) if self._waits() else list[Output]()
+        drafting = self._draft()
         begun = time.monotonic()
         if self.encoding is not None:
             for sequence in self.encoding.advance(self.scheduler.running):
@@ -138,12 +142,13 @@ class Engine:
         if work:
             rows = batches.Rows(work)
             if rows.constrained:
-                early += self._launch_constrained(rows, work, begun)
+                early += self._launch_constrained(rows, work, begun, drafting)
             else:
                 batch = self._batch(rows, rows.constraints())
                 now = time.monotonic()
                 launched = self.executor.launch(batch.step)
-                self._in_flight.append(_Launched(batch, launched, NO_VERDICTS, now, now - begun))
+                at, host = now - drafting, now - begun
+                self._in_flight.append(_Launched(batch, launched, NO_VERDICTS, at, host))
                 self._advance(batch, work)
             self.steps += 1
         late = self._collect(self.executor.depth if work else 0)
@@ -153,13 +158,26 @@ class Engine:
         self, rows: batches.Rows, constraints: Constraints = NO_CONSTRAINTS
     ) -> batches.Batch:
         batch = rows.batch(self.caches.to_clear(), constraints)
-        if self.encoding is None:
+        if self.encoding is None and self.head is None:
             return batch
-        step = self.encoding.place(batch.step, rows.decodes + rows.prompts)
+        step, work = batch.step, rows.decodes + rows.prompts
+        if self.encoding is not None:
+            step = self.encoding.place(step, work)
+        if self.head is not None:
+            step = replace(step, hidden=self.head.states(work))
         return replace(batch, step=step)
 
+    def _draft(self) -> float:
+        """Of a draft head, the draft tokens of the next step. -> the seconds that they took, which
+        are part of that step's: what a row costs has what its draft did."""
+        if self.head is None or self.speculation is None:
+            return 0.0
+        begun = time.monotonic()
+        self.head.draft(self.scheduler, self.speculation)
+        return time.monotonic() - begun
+
     def _launch_constrained(
-        self, rows: batches.Rows, work: list[Work], begun: float
+        self, rows: batches.Rows, work: list[Work], begun: float, drafting: float
     ) -> list[Output]:
         """A step whose constraints depend on the tokens before: where these are not read yet, that
         is done while its forward pass runs."""
@@ -175,7 +193,7 @@ class Engine:
         there = time.monotonic()
         step = forward.sample(rows.constraints(masks))
         host = now - begun + time.monotonic() - there
-        self._in_flight.append(_Launched(batch, step, verdicts, now, host))
+        self._in_flight.append(_Launched(batch, step, verdicts, now - drafting, host))
         return out
 
     def _waits(self) -> bool:

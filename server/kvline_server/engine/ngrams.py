@@ -8,10 +8,12 @@ is looked up.
 
 from __future__ import annotations
 
-import math
 from array import array
 
 import numpy as np
+
+from kvline_server.engine import proposer
+from kvline_server.engine.proposer import FIRST_RATE, HORIZON_TOKENS, MOST_RATE
 
 LONG, SHORT = 4, 2  # tokens that are looked up, the longer ones first
 MOST_BITS = 15  # of a table; in a longer text what was seen early is found less often
@@ -19,10 +21,6 @@ ENTRY = 4  # bytes
 AT_ONCE = 64  # tokens from which on arrays are faster
 _WORD = 0xFFFFFFFF
 _LAST, _BEFORE, _PAIR = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
-# The share of predicted tokens that came is an average over about so many of the last ones.
-HORIZON_TOKENS = 16
-FIRST_RATE = 0.5
-MOST_RATE = 0.98
 
 
 def table_bits(limit: int) -> int:
@@ -36,6 +34,8 @@ def table_bytes(limit: int) -> int:
 
 
 class Ngrams:
+    """A Proposer."""
+
     def __init__(self, limit: int) -> None:
         """Of a sequence of up to `limit` tokens."""
         bits = table_bits(limit)
@@ -47,7 +47,7 @@ class Ngrams:
         self.rate = FIRST_RATE  # share of expected tokens that came
 
     def read(self, tokens: list[int]) -> None:
-        """Those that the sequence gained since the last call, of all its `tokens`."""
+        """Proposer.read."""
         if len(tokens) - self._read > AT_ONCE:
             self._read_many(tokens, len(tokens) - 1)
         for at in range(self._read, len(tokens)):
@@ -55,14 +55,12 @@ class Ngrams:
         self._read = len(tokens)
 
     def worth(self, price: float, most: int) -> int:
-        """How many draft tokens have at least the chance `price` to be accepted, `most` at most."""
-        if not self._next or self.rate < price:
-            return 0
-        return most if price <= 0 else min(most, int(math.log(price) / math.log(self.rate)))
+        """Proposer.worth."""
+        return proposer.worth(self.rate, price, most) if self._next else 0
 
     def gain(self, count: int) -> float:
-        """Tokens of so many draft tokens that are accepted on average."""
-        return self.rate * (1 - self.rate**count) / (1 - self.rate)
+        """Proposer.gain."""
+        return proposer.gain(self.rate, count)
 
     def draft(self, tokens: list[int], count: int) -> list[int]:
         """The next `count` tokens of the sequence, as they came before. Needs `worth` above 0."""

@@ -17,8 +17,8 @@ from kvline_server.memory.pages import NO_EXTRAS, extend_chain, pages_for
 
 if TYPE_CHECKING:  # penalties has the sequences of this module
     from kvline_server.engine.masks import Reasoning
-    from kvline_server.engine.ngrams import Ngrams
     from kvline_server.engine.penalties import TokenCounts
+    from kvline_server.engine.proposer import Proposer
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class Sequence:
     table: PageTable = field(default_factory=PageTable)
     chain: list[bytes] = field(default_factory=list)  # keys of its full pages
     extras: Mapping[int, bytes] = field(init=False)  # extra parts of these keys, by page
+    begun: int = 0  # tokens that the prefix cache had when it was admitted last
     published: int = 0  # full pages that the prefix cache knows
     confirmed: int = 0  # computed tokens on which a result that was read as finite depends
     scored: int = 0  # prompt positions whose logprob has left the engine; survives preemption
@@ -68,7 +69,7 @@ class Sequence:
     pending: int = 0  # tokens sampled on the device that the host has not read yet
     request_index: int = 0  # its index in Worker.last_tokens, while it runs
     counts: TokenCounts | None = None  # with penalties
-    ngrams: Ngrams | None = None  # where it has draft tokens
+    proposer: Proposer | None = None  # of its draft tokens, while it runs and may have some
     reasoning: Reasoning | None = None  # of a budget, until it has ended
     image_end: int = field(init=False)  # its length where its last token is an image's
     masked: int = field(init=False)  # tokens of which its masks know

@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Items
-from enum import Enum
-from typing import NamedTuple, Protocol
 
 from kvline_server.engine.pictures import Image
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
+from kvline_server.engine.work import NO_DRAFTS as NO_DRAFTS
+from kvline_server.engine.work import Images as Images
+from kvline_server.engine.work import Kind as Kind
+from kvline_server.engine.work import Work as Work
 from kvline_server.memory.caches import Caches, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.states import BOUNDARY
@@ -31,34 +33,6 @@ PREFILL_PER_REQUEST = 8
 # Sequences share pages, so all their page tables may be many times the cache. Prompts that HTTP
 # admits are (1 + QUEUE_FACTOR) times as long; what they share of their outputs has no such bound.
 SHARED_TABLES = 6
-
-
-class Kind(Enum):
-    PROMPT = "prompt"  # tokens whose keys are missing; samples where the last of them is among them
-    DECODE = "decode"  # a sequence's last token, and what may follow it: each row is sampled
-
-
-NO_DRAFTS: Items[int] = ()
-
-
-class Images(Protocol):
-    """encoding.Encoding, of images in prompts."""
-
-    def claims(self, sequence: Sequence) -> bool: ...
-
-    def limit(self, sequence: Sequence, start: int, rows: int, room: int) -> int: ...
-
-    def cuts(self, sequence: Sequence, end: int) -> Image | None: ...
-
-
-class Work(NamedTuple):
-    """`rows` tokens of a sequence from position `start`."""
-
-    sequence: Sequence
-    start: int
-    rows: int
-    kind: Kind
-    drafts: Items[int] = NO_DRAFTS  # a decode's tokens behind the last one
 
 
 class Scheduler:
@@ -152,10 +126,10 @@ class Scheduler:
         return work
 
     def _plan_states(self, work: list[Work]) -> None:
-        for sequence, start, rows, _, _ in work:
+        for sequence, start, rows, _, drafts in work:
             if not start % BOUNDARY:  # a state may be kept there, by the key of what is before
                 sequence.extend_chain(min(start, len(sequence.tokens)))
-            self.caches.plan(sequence.table, start, rows, sequence.chain)
+            self.caches.plan(sequence.table, start, rows, sequence.chain, len(drafts))
 
     def advance(self, work: list[Work]) -> None:
         """After a step's launch: its tokens count as computed, and full pages can be shared."""
@@ -170,6 +144,7 @@ class Scheduler:
         """After draft tokens were read: the next step writes over the keys behind so many of the
         sequence, which may have been preempted since."""
         if sequence in self.running:
+            self.caches.accept(sequence.table, tokens)
             sequence.computed = min(sequence.computed, tokens)
             self._share(sequence, sequence.computed)
 
@@ -209,7 +184,7 @@ class Scheduler:
         """A row for each, the common case: most have room in their last page. Draft tokens are
         more rows, as many as no prompt is kept out by. Returns the rows."""
         rows, preemptions, decode = 0, self.preemptions, Kind.DECODE
-        spare = min(budget, self.max_step_tokens // 2) - self.max_running if self.speculation else 0
+        spare = self.spare(budget) if self.speculation else 0
         for sequence in ready:
             if rows == budget:
                 break
@@ -228,12 +203,36 @@ class Scheduler:
             rows += count
         return rows
 
+    def spare(self, budget: int) -> int:
+        """Rows of a step with so many left that may be draft tokens: each has a state of its own
+        where there are recurrent layers."""
+        rows = min(budget, self.max_step_tokens // 2) - self.max_running
+        return rows if self.caches.states is None else min(rows, self.caches.states.drafts)
+
+    def draftable(self, sequence: Sequence, most: int) -> int:
+        """Draft tokens that it may have, `most` at most: rows of a step end where a state may be
+        kept of recurrent layers."""
+        if self.caches.states is None:
+            return most
+        return min(most, BOUNDARY - 1 - sequence.computed % BOUNDARY)
+
+    def reserve(self, sequence: Sequence, count: int) -> int:
+        """Takes the pages for what a draft head keeps of so many tokens behind the computed ones,
+        as far as drafts may take them. -> tokens that have pages"""
+        table, tokens = sequence.table, sequence.computed + count
+        if tokens > table.tokens:
+            if not self.caches.fits(table, tokens, len(self.running)):
+                return max(0, table.tokens - sequence.computed)
+            self.caches.grow(table, tokens)
+        return count
+
     def _drafts(self, sequence: Sequence, spare: int) -> Items[int]:
         """Draft tokens of a sequence, `spare` at most. They take a page only while each running
         sequence could take one beside it, or a decode of this step would preempt for it."""
         if self.speculation is None or sequence.pending:
             return NO_DRAFTS
-        drafts, table = self.speculation.draft(sequence, spare), sequence.table
+        most, table = self.draftable(sequence, spare), sequence.table
+        drafts = self.speculation.draft(sequence, most)
         tokens, room = sequence.computed + 1 + len(drafts), table.tokens - sequence.computed - 1
         if len(drafts) <= room or self.caches.fits(table, tokens, len(self.running)):
             return drafts
@@ -328,7 +327,7 @@ class Scheduler:
         sequence.request_index = self._request_indices.pop()
         self.caches.admit(matched, sequence.chain, len(sequence.tokens))
         sequence.table = matched
-        sequence.computed = matched.pages * PAGE_SIZE
+        sequence.computed = sequence.begun = matched.pages * PAGE_SIZE
         sequence.published = matched.pages
         if sequence.waited is None:
             sequence.cached = sequence.computed
@@ -358,7 +357,7 @@ class Scheduler:
         self._release(sequence)
         self.waiting.appendleft(sequence)
         sequence.preemptions += 1
-        sequence.ngrams = None  # those of running sequences are counted
+        sequence.proposer = None  # the memory of those of running sequences is counted
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:

@@ -2,15 +2,16 @@
 
 A draft token is a row of a step. It pays where its chance to be accepted is larger than its price:
 the seconds of a row, by the steps of before, in tokens at the rate of before. Its chance is found
-without drafting, too, from what the sequence's text predicted and what came (ngrams.py).
+without drafting, too, where a proposer compares what it predicted with what came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from kvline_server.engine.ngrams import Ngrams
+from kvline_server.engine.proposer import Proposer
 from kvline_server.engine.request import Sequence
 from kvline_server.ipc.sampling_params import SamplingParams
 
@@ -64,10 +65,16 @@ class Costs:
         return max(0.0, slope) * self.rate
 
 
+def by_ngrams(sequence: Sequence) -> Proposer:
+    """From its own text."""
+    return Ngrams(sequence.limit)
+
+
 class Speculation:
-    def __init__(self, most: int) -> None:
-        """With up to `most` draft tokens a sequence and step."""
+    def __init__(self, most: int, propose: Callable[[Sequence], Proposer] = by_ngrams) -> None:
+        """With up to `most` draft tokens a sequence and step, from its proposer."""
         self.most = most
+        self._propose = propose
         self.costs = Costs()
         self.drafted = self.accepted = 0  # tokens
         self._price = 0.0
@@ -76,9 +83,9 @@ class Speculation:
     def read(self, sequence: Sequence) -> None:
         """Its new tokens."""
         if may_draft(sequence.params):
-            if sequence.ngrams is None:
-                sequence.ngrams = Ngrams(sequence.limit)
-            sequence.ngrams.read(sequence.tokens)
+            if sequence.proposer is None:
+                sequence.proposer = self._propose(sequence)
+            sequence.proposer.read(sequence.tokens)
 
     def refresh(self) -> None:
         """Before a step is scheduled."""
@@ -90,21 +97,24 @@ class Speculation:
 
     def draft(self, sequence: Sequence, most: int) -> list[int]:
         """Draft tokens of a sequence whose tokens are all read."""
-        ngrams = sequence.ngrams
-        if ngrams is None:
-            return []
+        count, proposer = self.wanted(sequence, most), sequence.proposer
+        return proposer.draft(sequence.tokens, count) if count and proposer is not None else []
+
+    def wanted(self, sequence: Sequence, most: int) -> int:
+        """How many of them pay, `most` at most."""
+        if sequence.proposer is None:
+            return 0
         # The last token of all is sampled, so it is no draft.
         most = min(most, self._now, sequence.limit - len(sequence.tokens) - 1)
-        count = ngrams.worth(self._price, most) if most > 0 else 0
-        return ngrams.draft(sequence.tokens, count) if count else []
+        return sequence.proposer.worth(self._price, most) if most > 0 else 0
 
     def waits(self, running: Iterable[Sequence]) -> bool:
         """Whether drafts of the running sequences save more than it costs that the host prepares a
         step only once the one before is read, as drafts begin behind the last token."""
         gain = 0.0
         for sequence in running:
-            if sequence.ngrams is not None:
-                gain += sequence.ngrams.gain(sequence.ngrams.worth(self._price, self._now))
+            if (proposer := sequence.proposer) is not None:
+                gain += proposer.gain(proposer.worth(self._price, self._now))
         return gain > self.costs.host * self.costs.rate
 
 

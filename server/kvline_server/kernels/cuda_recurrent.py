@@ -38,6 +38,7 @@ class CudaRecurrent(Recurrent):
         self._spans: dict[int, torch.Tensor] = {}
 
     def plan(self, sequences: Sequences) -> Plan:
+        assert sequences.each is None, "no kernel here writes a state behind each row"
         few, tiled = tiles.few(sequences), list(tiles.tiled(sequences))
         arrays: list[np.ndarray] = [] if few is None else [few.spans, few.slots, few.sources]
         for each in tiled:

@@ -51,6 +51,9 @@ class StateLayout:
     slots: NDArray[np.int64]  # [sequences], written; DUMMY for padding
     sources: NDArray[np.int64]  # [sequences], read; DUMMY: none, it starts from zero
     snapshots: Snapshots | None = None
+    # [decode rows], written behind each of them where some are draft tokens, so that a sequence can
+    # go on behind any; None: none is.
+    each: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,18 @@ class SamplingMetadata:
             self.min_p[rows],
             self.keys[rows],
         )
+
+
+def greedy(rows: int) -> SamplingMetadata:
+    """Of rows whose best token is taken."""
+    zeros = np.zeros(rows, np.float32)
+    return SamplingMetadata(
+        temperatures=zeros,
+        top_k=np.zeros(rows, np.int32),
+        top_p=zeros + 1,
+        min_p=zeros,
+        keys=np.zeros(rows, np.uint64),
+    )
 
 
 def starts(counts: np.ndarray) -> NDArray[np.int32]:

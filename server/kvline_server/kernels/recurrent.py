@@ -41,6 +41,10 @@ class Sequences:
     # and need not be copied; DUMMY: none, it starts from zero.
     sources: NDArray[np.int64]
     snapshots: Snapshots | None = None
+    # Of decodes with draft tokens, which come first, with those of one row: the slot that is
+    # written behind each of their rows, the last of which is in `slots` too. A sequence's first
+    # one may be what it reads. [rows]; None: slots are written behind last rows alone.
+    each: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,9 @@ class Plan:
     kept: torch.Tensor  # int64 [snapshots], the row behind which each is
     kept_slots: torch.Tensor  # int64 [snapshots]
     batches: tuple[Batch, ...]
+    # Rows of the step with a plan of their own, one after the other: int64 [own rows]. Empty: this
+    # plan is of them all.
+    parts: tuple[tuple[torch.Tensor, Plan], ...] = ()
 
 
 class TorchRecurrent(Recurrent):
@@ -132,6 +135,37 @@ class TorchRecurrent(Recurrent):
         self.device = device
 
     def plan(self, sequences: Sequences) -> Plan:
+        made = self._plan(replace(sequences, each=None))
+        if sequences.each is None:
+            return made
+        return replace(made, parts=tuple(self._parts(sequences, sequences.each)))
+
+    def _parts(
+        self, sequences: Sequences, each: NDArray[np.int64]
+    ) -> Iterator[tuple[torch.Tensor, Plan]]:
+        """The first row of each decode, with all of the prompts; then all second rows, and so on: a
+        state is written behind each."""
+        starts, rows = sequences.starts.astype(np.int64), len(each)
+        decodes = int(np.searchsorted(starts, rows))
+        counts, first = np.diff(starts[: decodes + 1]), starts[:decodes]
+        for at in range(int(counts.max(initial=1))):
+            own = first[counts > at] + at
+            sources = sequences.sources[:decodes][counts > at] if not at else each[own - 1]
+            ends, slots = np.arange(len(own) + 1), each[own]
+            if at:
+                plan = Sequences(ends.astype(np.int32), slots, sources)
+                yield self._there(own), self._plan(plan)
+                continue
+            plan = Sequences(
+                np.concatenate((ends, starts[decodes + 1 :] - rows + decodes)).astype(np.int32),
+                np.concatenate((slots, sequences.slots[decodes:])),
+                sequences.sources,
+                sequences.snapshots,
+            )
+            prompts = np.arange(rows, starts[-1])
+            yield self._there(np.concatenate((own, prompts))), self._plan(plan)
+
+    def _plan(self, sequences: Sequences) -> Plan:
         starts = sequences.starts.astype(np.int64)
         counts = np.diff(starts)
         none = np.zeros(0, np.int64)
@@ -190,6 +224,11 @@ class TorchRecurrent(Recurrent):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = layer.key_heads * layer.key_dim, layer.value_heads * layer.value_dim
+        if plan.parts:
+            made = _out(qkv, values, out)
+            for rows, part in plan.parts:
+                made[rows] = self.delta_rule(qkv[rows], ba[rows], layer, states, part)
+            return made
         mixed = convolve(qkv, layer.convolution, states.inputs, plan)
         q, k, v = torch.split(mixed, [keys, keys, values], dim=1)
         q, k = (_unit(x.view(plan.rows, layer.key_heads, layer.key_dim)) for x in (q, k))
@@ -219,6 +258,11 @@ class TorchRecurrent(Recurrent):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         groups, width = layer.groups, layer.heads * layer.head_dim
+        if plan.parts:
+            made = _out(xbc, width, out)
+            for rows, part in plan.parts:
+                made[rows] = self.scan(xbc[rows], dt[rows], layer, states, part)
+            return made
         mixed = convolve(xbc, layer.convolution, states.inputs, plan)
         shared = groups * layer.state_dim
         x, b, c = torch.split(mixed, [width, shared, shared], dim=1)

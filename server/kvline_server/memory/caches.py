@@ -163,11 +163,19 @@ class Caches:
             for page, digest in zip(group.pages[max(0, at) :], hashes[max(0, -at) :], strict=False):
                 pool.publish(page, digest)
 
-    def plan(self, table: PageTable, start: int, rows: int, hashes: list[bytes]) -> None:
+    def plan(
+        self, table: PageTable, start: int, rows: int, hashes: list[bytes], drafts: int = 0
+    ) -> None:
         """Which states the next step reads and writes, which computes so many rows of the sequence
-        from `start` on. That step must be launched, and `launched` be called behind it."""
+        from `start` on, the last of them `drafts`. That step must be launched, and `launched` be
+        called behind it."""
         if self.states is not None and table.states is not None:
-            table.step = self.states.plan(table.states, start, rows, hashes)
+            table.step = self.states.plan(table.states, start, rows, hashes, drafts)
+
+    def accept(self, table: PageTable, tokens: int) -> None:
+        """After drafts were read: the sequence goes on behind so many tokens."""
+        if self.states is not None and table.states is not None:
+            self.states.accept(table.states, tokens)
 
     def launched(self) -> None:
         """The step that was planned: prefixes find the states that it keeps."""

@@ -13,6 +13,10 @@ Most are made without a copy. A step may read one slot and write another: at a b
 goes on in another slot, and the one that it leaves is the snapshot. Only a boundary within a chunk
 of a prompt is copied by the step, in passing.
 
+A decode with draft tokens writes a slot behind each row, and goes on from that of the last accepted
+one: nothing is copied. Those slots are beside the others, as many as a step may have drafts; which
+of them are left over is known once the step is read.
+
 The calls, in the order of a step. Steps are launched in the order in which they were planned, and
 run in that order on the device.
 
@@ -23,8 +27,8 @@ run in that order on the device.
    A refusal needs no call: `reach` holds nothing.
 3. Once the step's work is known, `plan` of each of its sequences; each plan must be launched.
 4. `publish` after the launch: later admissions find what the step wrote.
-5. `confirm` after a finite result; `retract` after one that was not; `abandon` when a sequence
-   leaves: others find only what is confirmed.
+5. `accept` after drafts were read, `confirm` after a finite result; `retract` after one that was
+   not; `abandon` when a sequence leaves: others find only what is confirmed.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ class StateStep(NamedTuple):
     slot: int  # written
     source: int  # read; its own slot, a snapshot's, or DUMMY_SLOT: none, it starts from zero
     snapshots: tuple[tuple[int, int], ...] = ()  # written in passing: behind which row, which slot
+    each: tuple[int, ...] = ()  # of a decode with draft tokens: written behind each row
 
 
 @dataclass(slots=True)
@@ -62,6 +67,9 @@ class StateTable:
     shared: int  # tokens of the last snapshot before it that others share
     decoding: Snapshot | None = None  # the last one that it left while decoding
     unconfirmed: list[tuple[int, Snapshot]] = field(default_factory=list)  # by their tokens
+    # Of a step whose draft tokens are not read yet: its first position, and what is written behind
+    # each row.
+    drafted: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def slot(self) -> int:
@@ -75,14 +83,17 @@ class StateTable:
 
 
 class StatePool:
-    def __init__(self, running: int, snapshots: int) -> None:
-        """For so many running sequences, and as many snapshots at least."""
+    def __init__(self, running: int, snapshots: int, drafts: int = 0) -> None:
+        """For so many running sequences, as many snapshots at least, and so many draft tokens in a
+        step."""
         if running < 1 or snapshots < 0:
             raise ValueError(f"slots for {running} running sequences and {snapshots} snapshots")
         self.running, self.snapshots = running, snapshots
         self.total = running + snapshots  # without the dummy slot
         self.hit = self.lost = 0  # tokens of admissions whose pages were found; see `admit`
         self._free = list(range(self.total, DUMMY_SLOT, -1))
+        self._ahead = drafts
+        self._drafts = list(range(self.total + drafts, self.total, -1))  # between steps all of them
         self._used: set[int] = set()
         self._of: dict[bytes, Snapshot] = {}
         self._idle = Idle()
@@ -98,6 +109,11 @@ class StatePool:
     @property
     def used(self) -> int:
         return len(self._used)
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens that the next step may have."""
+        return len(self._drafts)
 
     @property
     def cached(self) -> int:
@@ -144,10 +160,32 @@ class StatePool:
         table.steady = StateStep(slot, slot)
         return table
 
-    def plan(self, table: StateTable, start: int, rows: int, keys: Sequence[bytes]) -> StateStep:
+    def plan(
+        self, table: StateTable, start: int, rows: int, keys: Sequence[bytes], drafts: int = 0
+    ) -> StateStep:
         """What a step reads and writes that computes so many rows of a sequence behind its first
-        `start` tokens; `keys` are of all its pages whose tokens are known. The step's admissions
-        and releases were before."""
+        `start` tokens, the last of them `drafts`; `keys` are of all its pages whose tokens are
+        known. The step's admissions and releases were before. A state is written behind each draft
+        token, in a slot more, until `accept`."""
+        made = self._plan(table, start, rows, keys)
+        if not drafts:
+            return made
+        assert rows == 1 + drafts and table.drafted is None, "drafts that are not read"
+        each = (table.slot, *(self._drafts.pop() for _ in range(drafts)))
+        table.drafted = start, each
+        return StateStep(each[-1], made.source, made.snapshots, each)
+
+    def accept(self, table: StateTable, tokens: int) -> None:
+        """After a step with drafts of it was read: it goes on behind so many tokens."""
+        assert table.drafted is not None
+        start, each = table.drafted
+        slot = each[tokens - 1 - start]
+        self._used.remove(table.slot)
+        self._used.add(slot)
+        self._drafts += (other for other in each if other != slot)
+        table.steady, table.drafted = StateStep(slot, slot), None
+
+    def _plan(self, table: StateTable, start: int, rows: int, keys: Sequence[bytes]) -> StateStep:
         source = table.slot  # before it is left
         if not table.begun:
             source = DUMMY_SLOT if table.source is None else table.source.slot
@@ -210,7 +248,9 @@ class StatePool:
         self._end_answer(table.decoding)
         self._used.remove(table.slot)
         key = None
-        if table.begun and computed and not computed % BOUNDARY:
+        if table.drafted is not None:  # who knows which of its states is at `computed`
+            self._drafts += table.drafted[1][1:]
+        elif table.begun and computed and not computed % BOUNDARY:
             key = self._missing(keys, computed)
         if key is None:
             self._free.append(table.slot)
@@ -223,8 +263,12 @@ class StatePool:
     def check(self, tables: Sequence[StateTable]) -> None:
         """Raises AssertionError where an invariant does not hold; `tables` are all running."""
         snapshots = [*self._idle, *self._held, *self._written.values()]
+        drafted = [slot for each in tables if each.drafted for slot in each.drafted[1][1:]]
         slots = [*self._free, *self._used, *(each.slot for each in snapshots)]
-        assert sorted(slots) == list(range(1, self.total + 1)), "a slot is lost, or in two states"
+        slots += [*self._drafts, *drafted]
+        every = list(range(1, self.total + self._ahead + 1))
+        assert sorted(slots) == every, "a slot is lost, or in two states"
+        assert len(self._drafts) + len(drafted) == self._ahead
         assert sorted(each.slot for each in tables) == sorted(self._used), "a slot nobody has"
         assert len(self._used) + len(self._held) <= self.total
         assert len(self._held) <= self.snapshots, "an admission may lack a slot"

@@ -130,6 +130,8 @@ class ModelConfig:
     output_gate: bool = False  # sigmoid of a projection beside the queries', times attention
     mlp_bias: bool = False
     left_out: tuple[str, ...] = ()  # before the names of tensors that files have for nothing
+    drafts: str = ""  # before the names of a draft head's tensors; empty: none is run
+    draft_head: bool = False  # whether it is loaded
     sinks: bool = False  # a logit of each head, in its softmax, without a value
     eos_token_ids: tuple[int, ...] = ()  # `read` gives those of the class, for files without any
 

@@ -21,11 +21,12 @@ from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.projection import Join, Norm, Operand
 from kvline_server.kernels.recurrent import Sequences
 from kvline_server.kernels.routing import Played
-from kvline_server.memory.arena import KVShape, Scales
+from kvline_server.memory.arena import UNSCALED, KVShape, Scales
 from kvline_server.memory.groups import CacheGroup, Memory, order
 from kvline_server.memory.state_shape import StateShape
 from kvline_server.model.axes import Axes
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.draft_head import Fed
 from kvline_server.model.experts import Experts
 from kvline_server.model.layer import FeedForward
 from kvline_server.model.loader import Weights
@@ -49,15 +50,20 @@ def cache_groups(
     config: ModelConfig, longest: int, dtype: torch.dtype, scales: tuple[Scales, ...] = ()
 ) -> tuple[CacheGroup, ...]:
     """Of a rank's `config`, for sequences of up to `longest` tokens; `scales` of each attention.
-    Their layers are indices of the model's mixers, of which the others have states."""
+    Their layers are indices of the model's mixers, of which the others have states, and the draft
+    head's behind them."""
     heads, mixers = (config.kv_heads, config.head_dim, dtype), tuple(config.attentions)
+    windows = config.every_window
+    if config.draft_head:  # one layer more, without a window
+        mixers, windows = (*mixers, len(config.mixers)), (*windows, 0)
+        scales = (*scales, UNSCALED) if scales else ()
     return tuple(
         CacheGroup(
             window,
             tuple(mixers[i] for i in own),
             KVShape(len(own), *heads, tuple(scales[i] for i in own if scales)),
         )
-        for window, own in order(config.every_window, longest).items()
+        for window, own in order(windows, longest).items()
     )
 
 
@@ -128,7 +134,7 @@ class Decoder:
         if self.config.recurrent is not None:
             held = layout.states
             assert held is not None
-            rows = layout.row_starts, held.slots, held.sources, held.snapshots
+            rows = layout.row_starts, held.slots, held.sources, held.snapshots, held.each
             plans.append(self.kernels.recurrent.plan(Sequences(*rows)))
         return plans
 
@@ -198,9 +204,7 @@ class Decoder:
         into: Made | None = None,
     ) -> LayerState:
         """From token ids to the first mixer's first half, which is written to `into` if given."""
-        residual = self.weights.embedding[token_ids]
-        if self.embedding_scale != 1.0:
-            residual *= self._scales(token_ids)
+        residual = self._embedded(token_ids)
         blocks, mixer = self.weights.first, self.weights.layers[0].mixer
         before = blocks[0].before if blocks else mixer.before
         x = Operand(residual if before is None else self.kernels.rows.rms_norm(residual, before))
@@ -208,6 +212,13 @@ class Decoder:
         place = self._place(0, mappings)
         projected = mixer.project(self.kernels, x, memory, place, into)
         return LayerState(residual, projected, self._encoded(token_ids))
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[rows] -> [rows, hidden]"""
+        made = self.weights.embedding[token_ids]
+        if self.embedding_scale != 1.0:
+            made *= self._scales(token_ids)
+        return made
 
     def _scales(self, token_ids: torch.Tensor) -> torch.Tensor | float:
         """Of embeddings, which those of images are not multiplied by. [rows, 1]"""
@@ -294,6 +305,32 @@ class Decoder:
             x = block(self.kernels, x, residual, before, given)
         return x
 
+    def feed_drafts(
+        self, token_ids: torch.Tensor, before: torch.Tensor, mappings: Mappings, memory: Memory
+    ) -> Fed:
+        """The first half of the draft head, whose entries of tokens are written to its memory.
+        `before` are the hidden states of the tokens before. token_ids [rows], [rows, hidden]"""
+        assert self.weights.drafts is not None
+        given = self._embedded(token_ids), before, memory
+        place = self._place(len(self.weights.layers), mappings)
+        return self.weights.drafts.feed(self.kernels, *given, place)
+
+    def draft(
+        self,
+        token_ids: torch.Tensor,
+        before: torch.Tensor,
+        mappings: Mappings,
+        memory: Memory,
+        layout: Layout,
+    ) -> torch.Tensor:
+        """As feed_drafts, and the second half: for compute_logits, of the token behind the next
+        one. -> [rows, hidden]"""
+        assert self.weights.drafts is not None
+        fed = self.feed_drafts(token_ids, before, mappings, memory)
+        group = self.group_of[len(self.weights.layers)]
+        plan = self.kernels.attention.plan(layout, group, self.windows[group])
+        return self.weights.drafts.run(self.kernels, fed, memory, plan, Given(len(token_ids)))
+
     def gemm_weights(self) -> list[list[Weight]]:
         """One list per GEMM of a layer, with its weight of each layer that has it."""
         every: dict[Any, list[Weight]] = {}
@@ -318,9 +355,11 @@ class Decoder:
 def _ropes(
     config: ModelConfig, positions: int, kernels: Kernels, image_rows: int
 ) -> dict[int, torch.Tensor]:
-    """The rotary table of each attention, by the mixer that it is; rows of images behind those of
-    all positions."""
+    """The rotary table of each attention, by the mixer that it is, and of the draft head behind
+    all of them; rows of images behind those of all positions."""
     ropes = {at: config.rope_of(layer) for at, layer in config.attentions.items()}
+    if config.draft_head:
+        ropes[len(config.mixers)] = config.rope
     tables = {}
     for rope in set(ropes.values() if config.rotates else ()):
         both = cos_sin(rope, config.head_dim, positions)

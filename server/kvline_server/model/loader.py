@@ -24,6 +24,7 @@ from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import layer
 from kvline_server.model.blocks import norm
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.draft_head import DraftHead
 from kvline_server.model.experts import Experts
 from kvline_server.model.files import open_weights, weight_files
 from kvline_server.model.linear import Rows, Tensors, TensorSource
@@ -63,6 +64,7 @@ class Weights:
         self.head = self.embedding[own.start : own.stop]  # a view [own tokens, hidden]
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
+        self.drafts = DraftHead(tensors, c) if c.draft_head else None
         self.tower = None if vision is None else read_tower(tensors, vision)
         self.counts = tensors.counts  # elements by dtype
         self.scales = tensors.scales  # elements
@@ -89,8 +91,9 @@ class Weights:
         return tuple(OwnedPart(name, n, detail=details.get(name)) for name, n in sizes.items() if n)
 
     def experts(self) -> list[Experts]:
-        """All mixtures, in order; none of a dense model."""
-        blocks = [block for own in (self.first, *(a.blocks for a in self.layers)) for block in own]
+        """All mixtures, in order, that of a draft head last; none of a dense model."""
+        layers = self.layers if self.drafts is None else [*self.layers, self.drafts.layer]
+        blocks = [block for own in (self.first, *(a.blocks for a in layers)) for block in own]
         return [block for block in blocks if isinstance(block, Experts)]
 
     @property
@@ -236,7 +239,10 @@ def _slice(whole: torch.Tensor, rows: range, into: torch.Tensor, column: int) ->
 def left_out(source: TensorSource, config: ModelConfig, vision: VisionConfig | None = None) -> str:
     """A warning where the files have tensors that no block of the model asks for: of towers for
     images but the one of `vision`, of draft heads."""
-    others = (at for at in config.left_out if vision is None or not vision.reads(at))
+    loaded = config.drafts if config.draft_head else ""
+    others = (
+        at for at in config.left_out if at != loaded and (vision is None or not vision.reads(at))
+    )
     found = ((at, source.count(at)) for at in others)
     each = " and ".join(f"{count} tensors {at}*" for at, count in found if count)
     return (

@@ -29,6 +29,7 @@ FLAGS = {
     "maxImagePatches": "--max-image-patches",
     "method": "--speculation",
     "maxDraftTokens": "--max-draft-tokens",
+    "maxSequences": "--max-draft-sequences",
     "defaultMaxTokens": "--default-max-tokens",
     "toolCallParser": "--tool-call-parser",
     "kvTokens": "--kv-tokens",

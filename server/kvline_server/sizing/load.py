@@ -241,7 +241,8 @@ def _states(settings: EngineSettings) -> dict[str, str | int]:
     other = (
         {} if settings.state_dtype is StateDtype.FLOAT32 else {"stateDtype": settings.state_dtype}
     )
-    return {"snapshots": settings.snapshots, **other}
+    drafts = {"draftStates": settings.draft_states} if settings.draft_states else {}
+    return {"snapshots": settings.snapshots, **drafts, **other}
 
 
 def _exchange(group: Group) -> dict[str, str | int]:

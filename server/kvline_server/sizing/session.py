@@ -160,6 +160,7 @@ class Session:
             draft_tokens=settings.draft_tokens,
             recurrent=settings.recurrent,
             snapshots=settings.snapshots,
+            draft_states=settings.draft_states,
         )
         by_name = itertools.groupby(self.loaded.stress.plays(bounds), key=attrgetter("name"))
         return [(name, list(plays)) for name, plays in by_name]

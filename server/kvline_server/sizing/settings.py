@@ -88,6 +88,8 @@ class EngineSettings:
     # prefixes, where None is the default of so many requests, and the dtype of their matrices. The
     # fingerprint has what follows from them.
     recurrent: bool = field(default=False, repr=False)
+    # Sequences for all of whose draft tokens there are states; None is the default of so many.
+    asked_drafting: int | None = field(default=None, repr=False)
     asked_snapshots: int | None = field(default=None, repr=False)
     state_dtype: StateDtype = field(default=StateDtype.FLOAT32, repr=False)
 
@@ -195,9 +197,19 @@ class EngineSettings:
         return usual_snapshots(self.max_running_requests) if asked is None else asked
 
     @property
+    def draft_states(self) -> int:
+        """Slots of recurrent states behind draft tokens, which bound those of a step."""
+        if not (self.recurrent and self.draft_tokens):
+            return 0
+        running, asked = self.max_running_requests, self.asked_drafting
+        usual = max(1, running // self.draft_tokens)  # with about as many slots as those that run
+        return min(running, usual if asked is None else asked) * self.draft_tokens
+
+    @property
     def state_slots(self) -> int:
-        """Of recurrent states: of what runs, of snapshots, and the dummy."""
-        return 1 + self.max_running_requests + self.snapshots if self.recurrent else 0
+        """Of recurrent states: of what runs, of snapshots, of draft tokens, and the dummy."""
+        kept = self.snapshots + self.draft_states
+        return 1 + self.max_running_requests + kept if self.recurrent else 0
 
     @property
     def decode_rows(self) -> int:
@@ -276,7 +288,7 @@ def resolve(
     headroom = launch.capacity.headroom_mib
     cpu = launch.device is Device.CPU
     drafts = requested.speculation.draft_tokens if requested.speculation else 0
-    _check_states(requested, model)
+    _check_states(requested, model, cpu)
     settings = EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
@@ -295,6 +307,7 @@ def resolve(
         draft_tokens=drafts,
         recurrent=recurrent,
         asked_snapshots=requested.prefix_snapshots,
+        asked_drafting=_drafting(requested),
         state_dtype=requested.state_dtype or StateDtype.FLOAT32,
     )
     if not cpu:
@@ -304,20 +317,28 @@ def resolve(
     )
 
 
-def _check_states(requested: EngineOptions, model: ModelConfig) -> None:
+def _drafting(requested: EngineOptions) -> int | None:
+    """Sequences for all of whose draft tokens there are to be recurrent states."""
+    return None if requested.speculation is None else requested.speculation.max_sequences
+
+
+def _check_states(requested: EngineOptions, model: ModelConfig, cpu: bool) -> None:
     """Of recurrent layers. Raises ConfigInvalid or ModelUnsupported."""
     if model.recurrent is None:
-        of_states = "prefixSnapshots", requested.prefix_snapshots
-        for name, value in (of_states, ("stateDtype", requested.state_dtype)):
+        for name, value in (
+            ("prefixSnapshots", requested.prefix_snapshots),
+            ("stateDtype", requested.state_dtype),
+            ("speculation.maxSequences", _drafting(requested)),
+        ):
             if value is not None:
                 raise ConfigInvalid(
                     f"spec.engine.{name}: the model has no recurrent layers, whose states it is of"
                 )
         return
-    if requested.speculation is not None:
+    if requested.speculation is not None and not cpu:
         raise ModelUnsupported(
-            "spec.engine.speculation: a model with recurrent layers has no states to go back to "
-            "where draft tokens are rejected; leave it out"
+            "spec.engine.speculation: on GPUs a model with recurrent layers has no states to go "
+            "back to where draft tokens are rejected; leave it out"
         )
     if requested.state_dtype is StateDtype.BFLOAT16 and not served_in_bfloat16(model.recurrent):
         raise ModelUnsupported(

@@ -24,27 +24,30 @@ class Slots:
     snapshots: int = 0
     dtype: StateDtype = StateDtype.FLOAT32  # of its matrices
     in_bfloat16: int = 0  # bytes of a state then, where that is served and was not asked for
+    drafts: int = 0  # behind draft tokens
 
     @classmethod
     def of(cls, settings: EngineSettings, nbytes: int, in_bfloat16: int = 0) -> Slots:
         if not nbytes:
             return cls()
         asked = settings.max_running_requests, settings.snapshots, settings.state_dtype
-        return cls(nbytes, *asked, in_bfloat16)
+        return cls(nbytes, *asked, in_bfloat16, settings.draft_states)
 
     @property
     def reserved(self) -> int:
         """Bytes, the dummy's too."""
-        return self.nbytes * (1 + self.running + self.snapshots)
+        return self.nbytes * (1 + self.running + self.drafts + self.snapshots)
 
     def parts(self) -> tuple[OwnedPart, ...]:
         each = f"{self.nbytes / 2**20:.1f} MiB a sequence, in {self.dtype}"
-        running = OwnedPart(STATES, fixed=self.nbytes * (1 + self.running), detail=each)
+        each += f", and {self.drafts} more behind draft tokens" if self.drafts else ""
+        taken = self.nbytes * (1 + self.running + self.drafts)
+        running = OwnedPart(STATES, fixed=taken, detail=each)
         kept = OwnedPart(SNAPSHOTS, fixed=self.nbytes * self.snapshots, detail="kept for prefixes")
         return tuple(part for part in (running, kept) if part.fixed)
 
     def pool(self) -> StatePool | None:
-        return StatePool(self.running, self.snapshots) if self.nbytes else None
+        return StatePool(self.running, self.snapshots, self.drafts) if self.nbytes else None
 
 
 NO_SLOTS = Slots()

@@ -92,6 +92,16 @@ def mask_words(vocabulary: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Behind the last norm of a model with a draft head: those that its worker keeps between steps,
+    in places of which the first has zeros."""
+
+    before: NDArray[np.int64]  # [sequences], the place of the state before each one's first row
+    rows: NDArray[np.int64]  # [kept], rows of the step whose states are kept
+    places: NDArray[np.int64]  # [kept], where each is
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then
     the sampled ones, and no others."""
@@ -111,6 +121,19 @@ class Step:
     listed_top: int  # alternatives of each of them
     constraints: Constraints = NO_CONSTRAINTS  # of the sampled rows
     routing: Played = Played.NOTHING
+    hidden: HiddenStates | None = None  # of a model with a draft head
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Draft tokens behind the last token of each of some sequences, all of whose others are
+    computed. One gets as many as there are layouts that have it."""
+
+    tokens: NDArray[np.int64]  # [sequences], the last of each
+    before: NDArray[np.int64]  # [sequences], the place of the hidden state before it
+    # Of each pass a row of a sequence: of its last token, then of each draft. Passes have fewer
+    # sequences than those before, the first of them.
+    layouts: tuple[Layout, ...]
 
 
 @dataclass(frozen=True, slots=True)

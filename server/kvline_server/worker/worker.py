@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.interface import Fetch
+from kvline_server.kernels.layout import Layout, greedy
 from kvline_server.kernels.row_counts import tried
 from kvline_server.kernels.sampling import RowScores
 from kvline_server.kernels.tuning import Choices
@@ -22,7 +25,7 @@ from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs.graphs import Graphs
 from kvline_server.worker.inputs import upload
-from kvline_server.worker.step import Constraints, Results, Step, Table
+from kvline_server.worker.step import Constraints, Drafting, HiddenStates, Results, Step, Table
 from kvline_server.worker.vocabulary import Vocabulary
 
 
@@ -62,8 +65,10 @@ class Worker:
         logprob_rows: int,
         requests: int,
         decode_rows: int = 0,
+        kept: int = 0,
     ) -> None:
-        """For `requests` at once, whose decodes have `decode_rows` in a step; 0: one each."""
+        """For `requests` at once, whose decodes have `decode_rows` in a step; 0: one each. With a
+        draft head hidden states are `kept` in so many places."""
         self.decoder = decoder
         self.kernels = decoder.kernels
         self.vocabulary = Vocabulary(self.kernels, decoder.config.vocabulary)
@@ -74,6 +79,8 @@ class Worker:
         self.graphs: Graphs | None = None
         # The last sampled token of each running sequence, by its request index. int64 [requests]
         self.last_tokens = torch.zeros(requests, dtype=torch.int64, device=self.kernels.device)
+        # Of a draft head. [places, hidden], of which the first stays zeros
+        self.kept = decoder.weights.embedding.new_zeros((kept, decoder.config.hidden))
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         """Autotunes the GEMMs, or takes the `known` choices. The LM head is left out. Returns the
@@ -145,7 +152,59 @@ class Worker:
             return self.graphs.run(step)
         ids, mappings, logits_indices = upload(self.decoder, step, self.last_tokens)
         layers, played = self.arena.layers(), step.routing
-        return self.decoder.step(ids, mappings, layers, step.layout, logits_indices, played)
+        if self.decoder.weights.drafts is None:
+            return self.decoder.step(ids, mappings, layers, step.layout, logits_indices, played)
+        *layers, memory = layers
+        every = torch.arange(len(ids), device=ids.device)
+        hidden = self.decoder.step(ids, mappings, layers, step.layout, every, played)
+        if step.hidden is not None:
+            before = self._before(step.hidden, step.layout, hidden)
+            self.decoder.feed_drafts(ids, before, mappings, memory)
+        return hidden[logits_indices]
+
+    def _before(self, held: HiddenStates, layout: Layout, hidden: torch.Tensor) -> torch.Tensor:
+        """The states of the tokens before those of a step's rows, whose own are `hidden` and are
+        kept for later ones. -> [rows, hidden]"""
+        firsts = layout.row_starts[:-1].astype(np.int64)
+        starts, places, rows, into = self.kernels.upload(
+            firsts, held.before, held.rows, held.places
+        )
+        made = hidden.roll(1, 0).index_copy_(0, starts, self.kept[places])
+        self.kept.index_copy_(0, into, hidden[rows])
+        return made
+
+    @torch.inference_mode()
+    def draft(self, drafting: Drafting) -> NDArray[np.int64]:
+        """Greedy draft tokens of a draft head, once they are there; any token stands where its
+        numbers are not finite. -> [sequences, passes], behind a sequence's last one any. Raises as
+        launch does."""
+        with device_errors.translated("draft"):
+            ids, places = self.kernels.upload(drafting.tokens, drafting.before)
+            hidden, memory, columns = self.kept[places], self.arena.layers()[-1], []
+            for group, pages in enumerate(each.cleared for each in drafting.layouts[0].groups):
+                if len(pages):
+                    self.arena.clear(group, *self.kernels.upload(pages))
+            for layout in drafting.layouts:
+                count, every = (
+                    layout.sequences,
+                    self.kernels.upload(
+                        layout.positions, *(group.slots for group in layout.groups)
+                    ),
+                )
+                mappings = [SlotMapping(every[0], slots) for slots in every[1:]]
+                given = ids[:count], hidden[:count], mappings, memory, layout
+                hidden = self.decoder.draft(*given)
+                ids = self._likeliest(hidden)
+                columns.append(torch.nn.functional.pad(ids, (0, len(places) - count)))
+            (made,) = self.kernels.fetch([torch.stack(columns, dim=1)]).wait()
+        return made
+
+    def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The LM head's best token of each row. [rows, hidden] -> [rows]"""
+        parts = torch.split(hidden, self.logprob_rows)
+        logits = (self.decoder.compute_logits(each) for each in parts)
+        each = [self.vocabulary.sample(own, greedy(len(own))) for own in logits]
+        return torch.cat(each).clamp_(min=0)
 
 
 class Forward:

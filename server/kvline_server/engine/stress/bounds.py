@@ -43,6 +43,7 @@ class Bounds:
     draft_tokens: int = 0
     recurrent: bool = False  # whether layers keep a state of each sequence
     snapshots: int = 0  # of such states
+    draft_states: int = 0  # behind draft tokens
 
     @property
     def _room(self) -> int:
@@ -164,6 +165,7 @@ class Bounds:
         lengths = self._shared(self._running, self._room)
         most = decode_rows(len(lengths), self.max_prefill_tokens, self.draft_tokens)
         spans, left = list[Span](), most - len(lengths)
+        left = min(left, self.draft_states) if self.recurrent else left
         for length in lengths:
             alone = len(lengths) == 1
             drafts = min(left, self.draft_tokens, length - 1) if spans or alone else 0

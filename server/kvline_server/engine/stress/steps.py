@@ -67,6 +67,7 @@ def batch(
     longest = max(span.tokens for span in spans)
     ids = [i % bounds.vocabulary for i in range(longest + len(spans))]
     work, kept = [], itertools.count(1 + bounds.max_running_requests)
+    ahead = itertools.count(1 + bounds.max_running_requests + bounds.snapshots)
     for index, (length, start, rows, drafts) in enumerate(spans):
         tokens = ids[index : index + length]
         decode = rows == 1 < length == start + 1 or drafts > 0
@@ -85,7 +86,9 @@ def batch(
         ]
         sequence.table = PageTable(tuple(held), count)
         if bounds.recurrent:
-            sequence.table.step = _states(bounds, 1 + index, start, rows, kept)
+            own = _states(bounds, 1 + index, start, rows, kept)
+            each = (1 + index, *itertools.islice(ahead, drafts))
+            sequence.table.step = own._replace(slot=each[-1], each=each if drafts else ())
         sequence.computed = start
         kind = Kind.DECODE if decode else Kind.PROMPT
         work.append(Work(sequence, start, rows, kind, tokens[known:]))

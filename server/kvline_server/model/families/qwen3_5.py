@@ -22,7 +22,7 @@ ARCHITECTURE = "Qwen3_5ForCausalLM"
 MODEL_TYPE = "qwen3_5_text"
 BESIDE = towers.QWEN
 EVERY = "full_attention_interval"
-DRAFTS = "mtp."  # before the names of a draft head's tensors, which is not run
+DRAFTS = "mtp."
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -54,6 +54,7 @@ def qwen(fields: Fields, kv_heads: int, width: str, by_key_head: bool) -> ModelC
         output_bias=bias,
         output_gate=True,
         left_out=(DRAFTS,),
+        drafts=DRAFTS,
     )
 
 
