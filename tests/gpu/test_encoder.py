@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,9 +10,11 @@ import vision_models
 from torch.nn import functional
 
 from kvline_server.kernels.encoder import Angles, Encoder, Norm
+from kvline_server.kernels.group import ALONE
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_encoder import TorchEncoder
+from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import SafetensorsSource
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +58,7 @@ def test_rows_attend_to_all_rows_of_their_sequence(
 
 
 def test_a_plan_is_that_of_its_own_lengths_while_others_are_made(encoder: Encoder) -> None:
-    """Their copies share a buffer of the host, and none waits for the GPU."""
+    """Of more plans than there are buffers of the host, from which they are copied."""
     torch.manual_seed(3)
     every = [[n] * (6000 // n) for n in (1500, 20, 3000, 6000, 10, 750)]
     qkv = torch.randn(6000, 3 * 4 * 72, device="cuda").to(torch.bfloat16)
@@ -92,6 +94,27 @@ def test_gelu_within_a_gemm_is_the_tanh_approximation(encoder: Encoder) -> None:
     near = functional.gelu(x.float(), approximate="tanh").expand(64, 512)
     torch.testing.assert_close(found, near, atol=1e-5, rtol=2e-2)
     assert not torch.allclose(found, functional.gelu(x.float()).expand(64, 512), 2e-2, 1e-5)
+
+
+def test_a_tower_whose_kernels_are_missing_runs_torch_s(
+    monkeypatch: pytest.MonkeyPatch, shape: Callable[..., ModelConfig]
+) -> None:
+    """The text model's are there, so that nothing else would say so before the first pass."""
+    from kvline_server.kernels import gpu_encoder
+    from kvline_server.worker import backend
+
+    def lacking(*_words: object) -> None:
+        raise FileNotFoundError(2, "no such module")
+
+    monkeypatch.setattr(gpu_encoder, "get_batch_prefill_module", lacking)
+    vision, warnings = vision_models.saved("qwen3_vl_wide").config, list[str]()
+    given = torch.bfloat16, shape(), ALONE, (0,)
+    assert not isinstance(backend._cuda_kernels(warnings.append, *given, None), TorchKernels)
+    assert warnings == []
+    found = backend._cuda_kernels(warnings.append, *given, vision)
+    assert isinstance(found, TorchKernels) and found.device.type == "cuda"
+    assert not found.encoder.keeps_memory, "sizing leaves its passes' memory free"
+    assert "using torch's slower ones" in warnings[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_wide", "qwen2_5_vl_wide", "qwen3_5_wide", "gemma3"])

@@ -212,6 +212,6 @@ def test_a_start_without_the_module_falls_back_to_torch_with_a_warning(
 
     monkeypatch.setattr(flashinfer_attention, "get_batch_prefill_module", lacking)
     warnings: list[str] = []
-    kernels = backend._cuda_kernels(warnings.append, FP8, shape(), ALONE, (0,), False)
+    kernels = backend._cuda_kernels(warnings.append, FP8, shape(), ALONE, (0,), None)
     assert isinstance(kernels, TorchKernels) and kernels.device.type == "cuda"
     assert "using torch's slower ones" in warnings[0]

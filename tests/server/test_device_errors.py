@@ -237,7 +237,7 @@ def test_kernels_that_an_image_lacks_are_a_warning(
     )
     warnings: list[str] = []
     model: Any = SimpleNamespace(heads=8, kv_heads=2, head_dim=64, experts=None, attentions={})
-    found: Any = backend._cuda_kernels(warnings.append, torch.bfloat16, model, ALONE, (0,), False)
+    found: Any = backend._cuda_kernels(warnings.append, torch.bfloat16, model, ALONE, (0,), None)
     assert found == ("torch's", torch.bfloat16, "cuda")
     (text,) = warnings
     assert "using torch's slower ones" in text and str(error) in text

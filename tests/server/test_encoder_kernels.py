@@ -20,9 +20,9 @@ torch.manual_seed(0)
 
 
 @pytest.mark.kernels
-def test_heads_are_rotated_as_by_torch_and_put_into_places_with_zeros_behind() -> None:
+def test_heads_are_rotated_as_by_torch_and_padded_with_zeros() -> None:
     """float32 numbers in the place of bfloat16's, so that the two differ by rounding alone. Heads
-    that fill their places and such that do not, more of them than a program has."""
+    that are padded and such that are not, more of them than a program has."""
     run(
         BEGIN
         + """
@@ -30,7 +30,7 @@ def check(rows, heads, dim, turned):
     qkv = torch.randn(rows, 3 * heads * dim)
     angles = Angles(*torch.randn(2, rows, dim // 2)) if turned else None
     want = qkv.clone().view(rows, 3, heads, dim)
-    made = cuda_encoder.spread(qkv, heads, angles)
+    made = cuda_encoder.pad_heads(qkv, heads, angles)
     if turned:
         cos, sin = angles.cos[:, None, None], angles.sin[:, None, None]
         one, other = want[:, :2].chunk(2, dim=-1)
@@ -39,7 +39,7 @@ def check(rows, heads, dim, turned):
     torch.testing.assert_close(made[..., :dim], want)
     assert made.shape[-1] == (64 if dim <= 64 else 128)
     assert not made[..., dim:].any()
-    back = cuda_encoder.join(made[:, 1].contiguous(), dim)
+    back = cuda_encoder.unpad_heads(made[:, 1].contiguous(), dim)
     assert torch.equal(back, made[:, 1, :, :dim].flatten(1))
 
 check(3, 5, 72, True)
@@ -77,3 +77,17 @@ def test_all_variants_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, made in compiled(cuda_encoder.variants(torch.bfloat16), monkeypatch):
         assert made.shared <= SHARED, name
+
+
+def test_a_plan_s_workspace_is_never_less_for_more_images() -> None:
+    """fa3's heads have work tiles of their own up to 4,096 each, and then share one schedule."""
+    heads, processors = 16, 132
+    for dim, tile in ((72, 128), (64, 192)):
+        found = []
+        for sequences in (1, 2000, 4095, 4096, 4097, 9000):
+            rows = 4 * sequences
+            tiles = -(-rows // tile) + sequences - 1  # as FlashInfer bounds them
+            apart = heads if tiles <= 4096 else 1
+            found.append(cuda_encoder.workspace(rows, sequences, heads, dim, processors))
+            assert found[-1] >= 28 * tiles * apart + 4 * (processors + 1)
+        assert found == sorted(found)

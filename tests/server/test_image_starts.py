@@ -32,6 +32,7 @@ from kvline_server.errors import (
 )
 from kvline_server.images.digests import digest
 from kvline_server.ipc.messages import Progress
+from kvline_server.kernels.torch_encoder import TorchEncoder
 from kvline_server.model.config import read_config
 from kvline_server.options.clients import ClientLimits
 from kvline_server.sizing import images, pace
@@ -100,6 +101,19 @@ def test_an_encoder_has_its_bytes_for_good(folder: Path) -> None:
     assert not {TOWER, ENCODER_CACHE} & {part.name for part in text.loaded.owned}
     assert text.settings.effective(LENGTH).max_image_patches is None
     assert text.loaded.fingerprint != made.loaded.fingerprint
+
+
+def test_what_passes_keep_is_their_own_and_what_they_give_back_stays_free(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels, whatever the device: torch's on a GPU keep nothing."""
+    made = loaded(folder, max_image_patches=64)
+    assert made.settings.encoder_bytes
+    assert ENCODER_WORK not in {part.name for part in made.loaded.owned}
+    monkeypatch.setattr(TorchEncoder, "keeps_memory", True)
+    kept = loaded(folder, max_image_patches=64)
+    assert kept.settings.encoder_bytes == 0
+    assert {part.name: part.fixed for part in kept.loaded.owned}[ENCODER_WORK] > 0
 
 
 def test_a_start_ends_with_an_engine_that_answers_to_an_image(folder: Path, tmp_path: Path) -> None:
@@ -219,7 +233,7 @@ def test_images_that_are_not_served_are_refused_where_they_are_required(
         for each in (Images.REQUIRED, Images.IF_SERVED)
     )
     for given, device, why in (
-        (heads, Device.CUDA, "heads of 132 elements"),
+        (heads, Device.CUDA, "hidden_size / heads = 132"),
         (text, Device.CPU, "no vision_config: the model is one of text"),
     ):
         launch = replace(launch_config(given, required), device=device)

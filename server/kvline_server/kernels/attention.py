@@ -112,6 +112,6 @@ class Attention(ABC):
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q [rows, heads, dim] over the cache. `scale` is that of query times
-        key; None: 1 / sqrt(dim). `sinks`, float32 [heads]: a logit more in each head's softmax,
-        which has no value. -> [rows, heads * dim]"""
+        """Attention of q [rows, heads, dim] over the cache, causal but within spans. `scale` is
+        that of query times key; None: 1 / sqrt(dim). `sinks`, float32 [heads]: a logit more in each
+        head's softmax, which has no value. -> [rows, heads * dim]"""

@@ -8,37 +8,42 @@ from collections.abc import Iterator
 import torch
 
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.encoder import DIM_STEP, DIMS, WIDEST, Angles, Norm
+from kvline_server.kernels.encoder import DIM_STEP, HEAD_DIMS, MAX_NORM_WIDTH, Angles, Norm
 
-BLOCK = 2048  # places of heads that a program copies
-BLOCKS = tuple(1 << n for n in range(9, WIDEST.bit_length()))  # of rows, filled to a power of two
+BLOCK = 2048  # padded elements of heads that a program copies
+BLOCKS = tuple(
+    1 << n for n in range(9, MAX_NORM_WIDTH.bit_length())
+)  # of rows, filled to a power of two
 ALIGN = 16
+TILE_ROWS = {64: 192, 128: 128}  # of a work tile of fa3, by head size
+TILES_APART = 4096  # of a head; beyond it all heads share one schedule
+PARTS = 8  # arrays of a plan, each aligned
 
 
-def spread(qkv: torch.Tensor, heads: int, angles: Angles | None) -> torch.Tensor:
-    """Queries and keys rotated, and each head in places that attention takes, zeros behind it.
-    [rows, 3 * heads * dim], contiguous -> [rows, 3, heads, places]"""
+def pad_heads(qkv: torch.Tensor, heads: int, angles: Angles | None) -> torch.Tensor:
+    """Queries and keys rotated, and each head padded to a size that attention takes, with zeros.
+    [rows, 3 * heads * dim], contiguous -> [rows, 3, heads, padded]"""
     dim = qkv.shape[1] // (3 * heads)
-    wide = places(dim)
+    wide = padded(dim)
     if angles is None and wide == dim:
         return qkv.view(len(qkv), 3, heads, dim)
     out = qkv.new_empty(len(qkv), 3, heads, wide)
     # Without angles the kernel does not read them; any pointer will do.
     cos, sin = (qkv, qkv) if angles is None else (angles.cos, angles.sin)
-    variant = _spread_variant(qkv.dtype, angles is not None, wide)
+    variant = _pad_variant(qkv.dtype, angles is not None, wide)
     programs = 3 * len(qkv) * -(-heads * wide // BLOCK)
     launch(variant, programs, qkv, cos, sin, out, heads, dim // DIM_STEP)
     return out
 
 
-def join(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The first `dim` elements of each head. [rows, heads, places] -> [rows, heads * dim]"""
+def unpad_heads(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The first `dim` elements of each head. [rows, heads, padded] -> [rows, heads * dim]"""
     rows, heads, wide = x.shape
     if wide == dim:
         return x.flatten(1)
     out = x.new_empty(rows, heads * dim)
     programs = rows * -(-heads * wide // BLOCK)
-    launch(_join_variant(x.dtype, wide), programs, x, out, heads, dim // DIM_STEP)
+    launch(_unpad_variant(x.dtype, wide), programs, x, out, heads, dim // DIM_STEP)
     return out
 
 
@@ -53,31 +58,40 @@ def norm(x: torch.Tensor, by: Norm, added: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def places(dim: int) -> int:
-    return next(wide for wide in DIMS if dim <= wide)
+def padded(dim: int) -> int:
+    """The head size that attention takes for this one."""
+    return next(wide for wide in HEAD_DIMS if dim <= wide)
+
+
+def workspace(rows: int, sequences: int, heads: int, dim: int, processors: int) -> int:
+    """Bytes that fa3's plan of so many sequences takes at most, which more of either never lower:
+    a work tile has seven numbers, and heads have tiles of their own until there are too many.
+    Source: PrefillSM90Plan of FlashInfer 0.6.18."""
+    tiles = -(-rows // TILE_ROWS[padded(dim)]) + sequences - 1
+    return 7 * 4 * heads * min(tiles, TILES_APART) + 4 * (processors + 1) + PARTS * ALIGN
 
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched for encoders."""
-    for wide in DIMS:
-        yield from (_spread_variant(dtype, turned, wide) for turned in (False, True))
-        yield _join_variant(dtype, wide)
+    for wide in HEAD_DIMS:
+        yield from (_pad_variant(dtype, turned, wide) for turned in (False, True))
+        yield _unpad_variant(dtype, wide)
     for block in BLOCKS:
         for added, centred, fits in itertools.product((False, True), repeat=3):
             yield _norm_variant(dtype, added, centred, block, fits)
 
 
-def _spread_variant(dtype: torch.dtype, turned: bool, wide: int) -> Variant:
+def _pad_variant(dtype: torch.dtype, turned: bool, wide: int) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
     angles = "*fp32" if turned else kind
-    constants = (("TURN", int(turned)), ("PLACES", wide), ("BLOCK", BLOCK))
-    return Variant("spread_heads", (kind, angles, angles, kind, "i32", "i32"), (0, 3), constants)
+    constants = (("TURN", int(turned)), ("PADDED", wide), ("BLOCK", BLOCK))
+    return Variant("pad_heads", (kind, angles, angles, kind, "i32", "i32"), (0, 3), constants)
 
 
-def _join_variant(dtype: torch.dtype, wide: int) -> Variant:
+def _unpad_variant(dtype: torch.dtype, wide: int) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
-    constants = (("PLACES", wide), ("BLOCK", BLOCK))
-    return Variant("join_heads", (kind, kind, "i32", "i32"), (0, 1), constants)
+    constants = (("PADDED", wide), ("BLOCK", BLOCK))
+    return Variant("unpad_heads", (kind, kind, "i32", "i32"), (0, 1), constants)
 
 
 def _norm_variant(

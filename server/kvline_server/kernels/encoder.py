@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-# What kernels of a GPU take: elements of a head, in steps, and of a row.
-DIMS, DIM_STEP, WIDEST = (64, 128), 8, 8192
+# What a GPU's kernels take: head sizes of attention, to which others are padded, and what these are
+# multiples of; elements of a row that is normed.
+HEAD_DIMS, DIM_STEP, MAX_NORM_WIDTH = (64, 128), 8, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,11 @@ class Norm:
 
 
 class Encoder(ABC):
+    # Whether what passes allocate stays theirs. Else they give it back, and sizing leaves it free.
+    keeps_memory = False
+
     def memory(self) -> AbstractContextManager[object]:
-        """For what passes allocate: where others take what is freed, it is kept for passes. On a
-        CPU they give it back, and sizing leaves as much free."""
+        """For what passes allocate."""
         return nullcontext()
 
     @abstractmethod

@@ -31,10 +31,12 @@ class FlashInferKernels(Kernels):
         cache: torch.dtype = torch.bfloat16,
         windows: tuple[int, ...] = (0,),
         two_way: bool = False,
+        encoder_dim: int = 0,
     ) -> None:
         """For shapes that cuda_write.check lets pass; `cache` is the KV cache's dtype, `windows`
-        are those of the layers, `two_way` says whether tokens of an image see each other. Raises
-        RuntimeError or ImportError where kernels are missing."""
+        are those of the layers, `two_way` says whether tokens of an image see each other,
+        `encoder_dim` is the head size of an encoder of images; 0: none. Raises RuntimeError or
+        ImportError where kernels are missing."""
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         self.group = group
@@ -46,7 +48,7 @@ class FlashInferKernels(Kernels):
         self.gemms = GpuGemms(self.device, self.rows, group)
         self.experts = GpuExperts(self.gemms.formats.choices, self.rows, group)
         self.sampling = GpuSampling(self.device)
-        self.encoder = GpuEncoder(self.device)
+        self.encoder = GpuEncoder(self.device, encoder_dim)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return upload(self.device, *arrays)

@@ -1,8 +1,9 @@
 """Encoders on a GPU: FlashInfer's fa3 over sequences of any lengths, our Triton kernels around it,
 and GELU within a GEMM by cuBLASLt.
 
-Source of the calls: flashinfer.prefill, version 0.6.18. Beyond the end of a sequence fa3 multiplies
-the next one's values by 0.
+Source of the calls: flashinfer.prefill, version 0.6.18. A plan is copied from pinned memory
+asynchronously, so its buffer is not rewritten before that copy is done; a pass has up to two plans.
+Beyond the end of a sequence fa3 multiplies the next one's values by 0.
 """
 
 from __future__ import annotations
@@ -22,10 +23,22 @@ from kvline_server.kernels import cuda_encoder
 from kvline_server.kernels.encoder import Angles, Encoder, Norm
 from kvline_server.kernels.pinned import upload
 
-TILE = {64: 192, 128: 128}  # rows of a block of fa3, by head size
-ALIKE = 4096  # blocks of a head, beyond which all heads have one schedule
-WORK = 7 * 4  # bytes of a block in a plan
-SPARE = 1 << 10  # bytes of its other parts, beside one number a processor
+PLANS = 2  # of a pass: whole images, and windows
+
+
+class Staging:
+    """Pinned memory, and when what was copied from it last has arrived."""
+
+    def __init__(self) -> None:
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, nbytes: int) -> torch.Tensor:
+        """Waits for the last copy."""
+        self.copied.synchronize()
+        if len(self._pinned) < nbytes:
+            self._pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +52,18 @@ class Plan:
 
 
 class GpuEncoder(Encoder):
-    def __init__(self, device: torch.device) -> None:
+    keeps_memory = True
+
+    def __init__(self, device: torch.device, dim: int = 0) -> None:
+        """`dim`: the head size of a tower that is to run; 0: none. Raises RuntimeError or
+        ImportError where its kernels are missing."""
         self.device = device
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._pool: torch.cuda.MemPool | None = None
         self._floats = torch.empty(16, dtype=torch.uint8, device=device)  # fa3 has none
-        self._pinned = torch.empty(0, dtype=torch.uint8)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stagings, self._turn = [Staging() for _ in range(PLANS)], 0
+        if dim:
+            _module(cuda_encoder.padded(dim))
 
     def memory(self) -> AbstractContextManager[object]:
         """Segments of a pool are neither freed by empty_cache() nor used outside of it: what the
@@ -54,27 +73,21 @@ class GpuEncoder(Encoder):
         return torch.cuda.use_mem_pool(self._pool, self.device)
 
     def plan(self, lengths: Sequence[int], heads: int, dim: int) -> Plan:
-        wide, rows = cuda_encoder.places(dim), sum(lengths)
-        kinds = (*[torch.bfloat16] * 3, torch.int32)
-        none = PosEncodingMode["NONE"].value
-        module = get_batch_prefill_module("fa3", *kinds, wide, wide, none, False, False, False)
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        of_head = -(-rows // TILE[wide]) + len(lengths) - 1  # blocks at most
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        size = WORK * of_head * (1 if of_head > ALIKE else heads) + 4 * processors + SPARE
+        wide, rows = cuda_encoder.padded(dim), sum(lengths)
+        module, starts = _module(wide), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        size = cuda_encoder.workspace(rows, len(lengths), heads, dim, self.processors)
         ints = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._copied.synchronize()  # the last plan's copy, which reads the buffer
-        if len(self._pinned) < size:
-            self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._turn = (self._turn + 1) % PLANS
+        staging = self._stagings[self._turn]
         counts = torch.tensor(lengths, dtype=torch.int32), rows, len(lengths), heads, heads
         shape = (*counts, 1, False, wide, wide, False, -1)
-        info = module.plan(self._floats, ints, self._pinned, starts, starts, *shape)
-        self._copied.record()
+        info = module.plan(self._floats, ints, staging.of(size), starts, starts, *shape)
+        staging.copied.record()
         (placed,) = upload(self.device, starts.numpy())
         return Plan(heads, dim, module, ints, info, placed)
 
     def attend(self, qkv: torch.Tensor, plan: Plan, angles: Angles | None) -> torch.Tensor:
-        q, k, v = cuda_encoder.spread(qkv, plan.heads, angles).unbind(1)
+        q, k, v = cuda_encoder.pad_heads(qkv, plan.heads, angles).unbind(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         plan.module.ragged_run(
             self._floats,
@@ -98,7 +111,7 @@ class GpuEncoder(Encoder):
             1e4,
             0,
         )
-        return cuda_encoder.join(out, plan.dim)
+        return cuda_encoder.unpad_heads(out, plan.dim)
 
     def norm(self, x: torch.Tensor, norm: Norm, added: torch.Tensor | None = None) -> torch.Tensor:
         return cuda_encoder.norm(x, norm, added)
@@ -108,3 +121,8 @@ class GpuEncoder(Encoder):
     ) -> torch.Tensor:
         """Named by torch for its own layers, and the only way to cuBLASLt's GELU."""
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+
+def _module(wide: int) -> Any:
+    kinds, none = (*[torch.bfloat16] * 3, torch.int32), PosEncodingMode["NONE"].value
+    return get_batch_prefill_module("fa3", *kinds, wide, wide, none, False, False, False)

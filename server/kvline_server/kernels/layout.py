@@ -68,7 +68,7 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Rows that attend to each other both ways: those of an image, where a model has that."""
+    """Rows with bidirectional attention among them: those of an image, where a model has that."""
 
     starts: NDArray[np.int32]  # [n], rows of the step, in order
     ends: NDArray[np.int32]  # [n]

@@ -1,7 +1,7 @@
 """Triton code of encoders of images: what is between their GEMMs and attention.
 
 kernels/cubins.py compiles and launches the kernels. Reference: kernels/torch_encoder.py. Heads of
-72 or 80 elements are copied to places of 128, behind which zeros are, as attention takes no others.
+72 or 80 elements are padded to 128 with zeros, as attention takes no others.
 """
 
 import triton
@@ -9,17 +9,17 @@ import triton.language as tl
 
 
 @triton.jit
-def spread_heads(
+def pad_heads(
     qkv, cos, sin, out, heads, eighths,
-    TURN: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    TURN: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK places of the queries, keys or values of a row a program. A head has 8 * `eighths`
-    elements, of which those of queries and keys are rotated in float32: cos and sin [rows, half].
-    out [rows, 3, heads, PLACES]"""
-    parts = tl.cdiv(heads * PLACES, BLOCK)
+    """BLOCK elements of the padded queries, keys or values of a row a program. A head has 8 *
+    `eighths` elements, of which those of queries and keys are rotated in float32: cos and sin
+    [rows, half]. out [rows, 3, heads, PADDED]"""
+    parts = tl.cdiv(heads * PADDED, BLOCK)
     third, row = tl.program_id(0) // parts % 3, (tl.program_id(0) // parts // 3).to(tl.int64)
     at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    head, element, half = at // PLACES, at % PLACES, eighths * 4
+    head, element, half = at // PADDED, at % PADDED, eighths * 4
     dim = eighths * 8
     real = (head < heads) & (element < dim)
     own = qkv + (row * 3 + third) * (heads * dim) + head * dim
@@ -32,19 +32,19 @@ def spread_heads(
             angle = row * half + tl.where(low, element, element - half)
             made *= tl.load(cos + angle, mask=real, other=0.0)
             made += tl.where(low, -other, other) * tl.load(sin + angle, mask=real, other=0.0)
-    place = out + (row * 3 + third) * (heads * PLACES) + at
+    place = out + (row * 3 + third) * (heads * PADDED) + at
     tl.store(place, made.to(out.dtype.element_ty), mask=head < heads)
 
 
 @triton.jit
-def join_heads(x, out, heads, eighths, PLACES: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK places of a row a program. x [rows, heads, PLACES] -> out [rows, heads * dim]"""
-    parts = tl.cdiv(heads * PLACES, BLOCK)
+def unpad_heads(x, out, heads, eighths, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK padded elements of a row a program. x [rows, heads, PADDED], out [rows, heads * dim]"""
+    parts = tl.cdiv(heads * PADDED, BLOCK)
     row = (tl.program_id(0) // parts).to(tl.int64)
     at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    head, element, dim = at // PLACES, at % PLACES, eighths * 8
+    head, element, dim = at // PADDED, at % PADDED, eighths * 8
     real = (head < heads) & (element < dim)
-    made = tl.load(x + row * (heads * PLACES) + at, mask=real, other=0.0)
+    made = tl.load(x + row * (heads * PADDED) + at, mask=real, other=0.0)
     tl.store(out + row * (heads * dim) + head * dim + element, made, mask=real)
 
 

@@ -26,7 +26,7 @@ from kvline_server.images.digests import digest
 from kvline_server.images.processor import MAX_RATIO, Processor
 from kvline_server.ipc import starvation
 from kvline_server.ipc.messages import Progress, SendProgress
-from kvline_server.kernels.encoder import DIM_STEP, DIMS, WIDEST
+from kvline_server.kernels.encoder import DIM_STEP, HEAD_DIMS, MAX_NORM_WIDTH
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.memory.states import BOUNDARY
@@ -132,14 +132,22 @@ def _served(launch: LaunchConfig, model: ModelConfig, longest: int) -> Images:
 
 def _check_kernels(fields: Fields, vision: VisionConfig) -> None:
     """Raises ModelUnsupported for a tower that a GPU's kernels do not take."""
-    joined = 1 if vision.kind == "siglip" else vision.merge**2  # patches of a row that is normed
-    dim, wide = vision.head_dim, vision.hidden * joined
-    if dim % DIM_STEP or dim > DIMS[-1] or wide > WIDEST:
-        raise ModelUnsupported(
-            f"{fields.path}: vision_config has heads of {dim} elements and norms of {wide}, "
-            f"on GPUs heads of a multiple of {DIM_STEP} up to {DIMS[-1]} and norms of up to "
-            f"{WIDEST} are served; leave image out of spec.engine.modalities"
-        )
+    joined = vision.merge**2 if vision.kind == "qwen3" else 1  # patches of a row that is normed
+    most = MAX_NORM_WIDTH // joined
+    for name, found, wanted, fits in (
+        (
+            "hidden_size / heads",
+            vision.head_dim,
+            f"a multiple of {DIM_STEP} up to {HEAD_DIMS[-1]}",
+            vision.head_dim % DIM_STEP == 0 and vision.head_dim <= HEAD_DIMS[-1],
+        ),
+        ("hidden_size", vision.hidden, f"up to {most}", vision.hidden <= most),
+    ):
+        if not fits:
+            raise ModelUnsupported(
+                f"{fields.path}: vision_config has {name} = {found}, kernels on GPUs take "
+                f"{wanted}; leave image out of spec.engine.modalities"
+            )
 
 
 def _check_files(launch: LaunchConfig, fields: Fields, vision: VisionConfig) -> None:
@@ -183,10 +191,9 @@ def owned(images: Images | None, chunk: int, dtype: torch.dtype) -> tuple[OwnedP
 def opened(
     images: Images | None, decoder: Decoder, device: Device, send: SendProgress
 ) -> tuple[Encoder | None, int, int]:
-    """The encoder; the bytes that its largest passes take, which in service stay free for it, or on
-    a GPU are its own; and the tokens times layers that it encodes in a second. Each rank has its
-    largest share of a pass, without the others, which may not have loaded yet. Raises
-    DeviceOutOfMemory."""
+    """The encoder; the bytes that its largest passes take, which in service are its own or stay
+    free for it; and the tokens times layers that it encodes in a second. Each rank has its largest
+    share of a pass, without the others, which may not have loaded yet. Raises DeviceOutOfMemory."""
     tower = decoder.weights.tower
     if images is None or tower is None:
         return None, 0, 1

@@ -75,7 +75,7 @@ def load_model(
     try:
         with device_errors.translated("load"), compact_heap():
             windows = tuple(order(model.every_window, settings.wanted_len))
-            kernels = backend.kernels(mine, group, windows, settings.whole_image > 0)
+            kernels = backend.kernels(mine, group, windows, settings.vision)
             expected = _checked(source, model, shard, settings, backend.dtype, kernels)
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
@@ -95,7 +95,7 @@ def load_model(
             del source
             device.settle()
             encoder, work, pace = images.opened(settings.images, worker.decoder, device, send)
-            free = 0 if device.gpu else work
+            free = 0 if kernels.encoder.keeps_memory else work
             settings = replace(settings, encoder_bytes=free, encoder_pace=pace)
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)

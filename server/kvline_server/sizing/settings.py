@@ -28,6 +28,7 @@ from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.hybrid import served_in_bfloat16
+from kvline_server.model.vision.config import VisionConfig
 from kvline_server.options.clients import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
 from kvline_server.options.grammars import SMALL
 from kvline_server.sizing.images import Images
@@ -117,6 +118,10 @@ class EngineSettings:
         made = replace(self, images=images)
         least = made.least_rows(self.max_running_requests)
         return made.changed(max_prefill_tokens=max(self.max_prefill_tokens, least))
+
+    @property
+    def vision(self) -> VisionConfig | None:
+        return None if self.images is None else self.images.vision
 
     @property
     def whole_image(self) -> int:

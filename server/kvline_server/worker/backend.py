@@ -25,6 +25,7 @@ from kvline_server.memory import device_errors
 from kvline_server.memory.arena import Arena, HostArena, KVShape
 from kvline_server.memory.device import MIB, Device, cpu_device, unbounded
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.vision.config import VisionConfig
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 HOPPER = 9  # the compute capability that kernels are built for
@@ -40,9 +41,8 @@ class Backend:
     device: Device
     dtype: torch.dtype  # of weights and hidden states
     cache_dtype: torch.dtype  # of the KV cache
-    # Of a rank's share of the model, the windows of its groups of layers, and whether tokens of an
-    # image see each other.
-    kernels: Callable[[ModelConfig, Group, tuple[int, ...], bool], Kernels]
+    # Of a rank's share of the model, the windows of its groups of layers, and an encoder of images.
+    kernels: Callable[[ModelConfig, Group, tuple[int, ...], VisionConfig | None], Kernels]
     arena: Callable[[KVShape, int], Arena]
     libraries: dict[str, str]  # their versions, which are part of the fingerprint
     note: str = ""  # on what differs from the image, and so does the size
@@ -93,7 +93,7 @@ def gpu(rank: int, ranks: int) -> str:
 
 
 def _cpu_kernels(
-    model: ModelConfig, group: Group, windows: tuple[int, ...], two_way: bool
+    model: ModelConfig, group: Group, windows: tuple[int, ...], vision: VisionConfig | None
 ) -> Kernels:
     return TorchKernels(group=group)
 
@@ -147,7 +147,7 @@ def _cuda_kernels(
     model: ModelConfig,
     group: Group,
     windows: tuple[int, ...],
-    two_way: bool,
+    vision: VisionConfig | None,
 ) -> Kernels:
     """FlashInfer's where they were built for this GPU and model, else torch's with a warning."""
     # FlashInfer's other norm kernels are compiled at first use, and a pod has no compiler.
@@ -169,7 +169,8 @@ def _cuda_kernels(
                 cuda_experts.check(many.count, many.chosen, *width)
                 cuda_mxfp4.check(many.mxfp4, many.stacked, model.hidden, model.intermediate)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(*shape, group, cache, windows, two_way)
+                of_images = (vision.two_way, vision.head_dim) if vision else (False, 0)
+                return FlashInferKernels(*shape, group, cache, windows, *of_images)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")

@@ -75,7 +75,7 @@ class Encoder:
         pixels are not those of their digest, by which others would be answered too: where there are
         some, no rank goes on, and the next begin drops what has begun. Raises as Worker.launch
         does. 30 ms for 12 MiB."""
-        self._pass = None
+        self._pass, self._rows = None, []
         shares = divided([image.tokens for image in images], self.group.ranks)
         own = [images[at] for at in shares[self.group.rank]]
         # What is checked is the copy: another process may write to the memory.
@@ -87,11 +87,10 @@ class Encoder:
         each = np.split(rows, ends)
         with device_errors.translated("encode"), self.kernels.encoder.memory():
             of_ranks = [np.concatenate([rows[:0], *(each[at] for at in s)]) for s in shares]
-            placed = self.kernels.upload(*of_ranks, *copies)
-            self._rows = placed[: len(shares)]
+            self._rows = self.kernels.upload(*of_ranks)
             self._left = self.tower.config.layers
             if own:
-                flat = zip(placed[len(shares) :], copies, strict=True)
+                flat = zip(self.kernels.upload(*copies), copies, strict=True)
                 given = [each.view(pixels.shape) for each, pixels in flat]
                 self._pass = self.tower.begin(self.kernels, given, self.normalisation)
         return []
@@ -109,7 +108,7 @@ class Encoder:
             if self._left:
                 return False
             self._write_all()
-            self._pass = None
+            self._pass, self._rows = None, []
         return True
 
     def _write_all(self) -> None:
