@@ -15,14 +15,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import client
-import engines
+import demo_engines
 import numpy as np
 import offline
+import raw_http
 import rivals
 import serving
 import torch
-from client import Answered, Asked
+from raw_http import Answered, Asked
 from record import record, table
 from shapes import SHAPES
 
@@ -84,9 +84,16 @@ def run() -> None:
 @contextlib.contextmanager
 def on_cpu() -> Iterator[int]:
     port, internal = serving.free_port(), serving.free_port()
-    command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(engines.folder())]
+    command = [
+        sys.executable,
+        "-m",
+        "kvline_server",
+        "serve",
+        "--model",
+        str(demo_engines.folder()),
+    ]
     command += ["--served-name", "m", "--device", "cpu", "--memory", "3Gi", "--port", str(port)]
-    command += ["--threads", str(engines.THREADS), "--internal-port", str(internal)]
+    command += ["--threads", str(demo_engines.THREADS), "--internal-port", str(internal)]
     with serving.running(command, internal):
         yield port
 
@@ -96,7 +103,7 @@ def climb(port: int, load: Load, vocabulary: int, seconds: float) -> list[Seen]:
     out: list[Seen] = []
     for number in range(MOST):
         rate = load.rate * STEP**number
-        answers = client.play(
+        answers = raw_http.play(
             port, arrivals(load, vocabulary, rate, seconds), True, True, temperature=0.6
         )
         out.append(seen(answers, load, rate, seconds))

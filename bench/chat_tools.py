@@ -9,11 +9,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import client
 import offline
+import raw_http
 import torch
-from client import Asked
 from http_tools import MARKS, TOOL
+from raw_http import Asked
 from record import record, table
 from serving import served
 from shapes import write_tokenizer
@@ -69,5 +69,5 @@ def rate(port: int, seed: str, fields: dict[str, Any]) -> float:
         Asked(rng.randbytes(rng.randint(1, workload.prompt[1] // 2)).hex(), output)
         for _, output in workload.make(1000)
     ]
-    answers = client.play(port, asked, stream=True, temperature=workload.temperature, **fields)
+    answers = raw_http.play(port, asked, stream=True, temperature=workload.temperature, **fields)
     return sum(one.output for one in asked) / max(one.ended for one in answers)

@@ -6,7 +6,7 @@ import os
 import random
 import time
 
-import engines
+import demo_engines
 import offline
 import pool
 from record import record, table
@@ -23,13 +23,13 @@ def score(engine: Engine, prompt: list[int], rows: int) -> float:
     offline.worker(engine).logprob_rows = rows
     pool.renew(engine)
     started = time.perf_counter()
-    engine.submit(0, list(prompt), engines.greedy(1, prompt_logprobs=20))
-    engines.drain(engine)
+    engine.submit(0, list(prompt), demo_engines.greedy(1, prompt_logprobs=20))
+    demo_engines.drain(engine)
     return time.perf_counter() - started
 
 
 def run() -> None:
-    engine = engines.make()
+    engine = demo_engines.make()
     device = cpu_device(None, os.getpid())
     chunk = offline.worker(engine).logprob_rows
     rng = random.Random(0)

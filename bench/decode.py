@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import client
 import numpy as np
 import offline
 import peers
+import raw_http
 import torch
-from client import Asked
+from raw_http import Asked
 from reads import BANDWIDTH, decode_ms, experts_ms, hybrid_ms
 from record import record, table
 from serving import served
@@ -70,7 +70,7 @@ def measure(port: int, name: str, count: int, turn: int) -> float:
         for id in range(count)
     ]
     if count > max(AT_ONCE):  # computing the prompts takes time: they come from the prefix cache
-        client.play(port, [replace(one, output=1) for one in asked], stream=True)
-    answers = client.play(port, asked, stream=True, temperature=0.6)
+        raw_http.play(port, [replace(one, output=1) for one in asked], stream=True)
+    answers = raw_http.play(port, asked, stream=True, temperature=0.6)
     # From the first event to the last: one event may carry several tokens.
     return float(np.mean([1e3 * (a.pieces[-1] - a.pieces[0]) / (OUTPUT - 1) for a in answers]))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import engines
+import demo_engines
 import numpy as np
 import offline
 import pool
@@ -57,7 +57,7 @@ def run() -> None:
     """KVLINE_BENCH_DEVICE=cpu runs a small load on the demo model; KVLINE_BENCH_MODELS selects GPU
     models; KVLINE_BENCH_CAPS, comma-separated, replaces the caps."""
     if os.environ.get("KVLINE_BENCH_DEVICE") == "cpu":
-        engine = engines.make(running=16)
+        engine = demo_engines.make(running=16)
         engine.scheduler.mixed_prefill_tokens = DEFAULTS[Device.CPU]["mixed"]
         show("smollm2", engine, CPU, prefill_rate)
         return
@@ -143,7 +143,7 @@ def prefill_rate(engine: Engine) -> float:
     began, tokens = time.perf_counter(), 0
     for id in range(24):
         prompt = [(id * 13 + i * 29) % 1000 + 10 for i in range(20 + 12 * id)]
-        engine.submit(id, prompt, engines.greedy(8 + id % 9))
+        engine.submit(id, prompt, demo_engines.greedy(8 + id % 9))
         tokens += len(prompt) + 8 + id % 9
-    engines.drain(engine)
+    demo_engines.drain(engine)
     return tokens / (time.perf_counter() - began)

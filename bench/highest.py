@@ -10,12 +10,12 @@ import os
 import random
 from typing import Any
 
-import client
 import msgspec
 import offline
+import raw_http
 import rivals
 import soak
-from client import Asked
+from raw_http import Asked
 from record import record, table
 from shapes import SHAPES
 
@@ -56,7 +56,7 @@ def climb(engine: str, name: str, seconds: float) -> tuple[float, float]:
 def survives(engine: str, name: str, setting: float | None, seconds: float) -> bool:
     try:
         with rivals.served(engine, name, setting) as port:
-            client.play(port, mix(engine, name, seconds), False, may_refuse=True)
+            raw_http.play(port, mix(engine, name, seconds), False, may_refuse=True)
     except (RuntimeError, OSError, EOFError) as error:  # the connection, or an answer that is a 5xx
         print(f"{engine} at {setting}: {error!r:.200}", flush=True)
         return False

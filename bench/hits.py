@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import engines
+import demo_engines
 import pool
 from record import record, table
 from stepping import drained, note
@@ -22,7 +22,7 @@ REQUESTS, CHATS, TURNS = 24, 6, 5
 
 def run() -> None:
     """Counted by the engine, so that one run is exact."""
-    engine = engines.make()
+    engine = demo_engines.make()
     ways: dict[str, Callable[[Engine], tuple[int, int]]] = {
         "at-once": at_once,
         "one-a-step": one_a_step,
@@ -53,7 +53,7 @@ def at_once(engine: Engine) -> tuple[int, int]:
     """-> tokens found, tokens asked"""
     made = prompts(1)
     for id, prompt in enumerate(made):
-        engine.submit(id, list(prompt), engines.greedy(ANSWER))
+        engine.submit(id, list(prompt), demo_engines.greedy(ANSWER))
     found = drained(engine)
     return sum(found.values()), sum(map(len, made))
 
@@ -62,7 +62,7 @@ def one_a_step(engine: Engine) -> tuple[int, int]:
     made = prompts(2)
     found: dict[int, int] = {}
     for id, prompt in enumerate(made):
-        engine.submit(id, list(prompt), engines.greedy(ANSWER))
+        engine.submit(id, list(prompt), demo_engines.greedy(ANSWER))
         note(engine, found)
     found |= drained(engine)
     return sum(found.values()), sum(map(len, made))
@@ -76,7 +76,7 @@ def chats(engine: Engine) -> tuple[int, int]:
     for _ in range(TURNS):
         answers: dict[int, list[int]] = {id: [] for id in range(CHATS)}
         for id, prompt in enumerate(history):
-            engine.submit(id, list(prompt), engines.greedy(ANSWER))
+            engine.submit(id, list(prompt), demo_engines.greedy(ANSWER))
             asked += len(prompt)
         cached += sum(drained(engine, answers).values())
         history = [[*old, *answers[id], *tokens(rng, OWN)] for id, old in enumerate(history)]

@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import client
-from client import Asked
+import raw_http
+from raw_http import Asked
 from record import record, table
 from serving import free_port, running
 from shapes import write_tokenizer
@@ -58,11 +58,11 @@ def run() -> None:
 def _measure(port: int, process: int, stream: bool) -> list[str]:
     costs, events, rates = [], [], []
     prompt = [7] * PROMPT
-    client.play(port, [Asked(prompt, 8)] * 8, stream)
+    raw_http.play(port, [Asked(prompt, 8)] * 8, stream)
     for _ in range(ROUNDS):
         before = _cpu(process)
         begun = time.monotonic()
-        answers = client.play(port, [Asked(prompt, OUTPUT)] * REQUESTS, stream, seed=1)
+        answers = raw_http.play(port, [Asked(prompt, OUTPUT)] * REQUESTS, stream, seed=1)
         rates.append(REQUESTS * OUTPUT / (time.monotonic() - begun))
         costs.append((_cpu(process) - before) * 1e6 / (REQUESTS * OUTPUT))
         events.append(REQUESTS * OUTPUT / max(1, sum(len(a.pieces) for a in answers)))

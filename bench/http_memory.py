@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import client_load
-import engines
+import demo_engines
 from record import record, table
 
 MIB = 1 << 20
 
 
 def run() -> None:
-    folder, rows = engines.folder(), []
+    folder, rows = demo_engines.folder(), []
     for name in client_load.LOADS:
         growth, refused = client_load.played(name, folder)
         record(f"http-growth-{name.replace(' ', '-')}", growth / MIB, "MiB", (growth / MIB,) * 2)

@@ -39,6 +39,7 @@ QWEN9B = ModelConfig(
     recurrent=hybrid.DeltaRule(16, 32, 128, 128),
     names=Names(others=("model.language_model.",)),
     left_out=("mtp.",),
+    drafts="mtp.",
     norms=Norms(offset=1.0),
     qk_norm="head",
     output_gate=True,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import cgroups
-import engines
+import demo_engines
 import serving
 from record import record, table
 
@@ -56,7 +56,7 @@ def container(name: str) -> Iterator[Path]:
 def model() -> Iterator[list[str]]:
     """Flags of the model: whole, or LAYERS of its layers with random weights. All layers have the
     same shapes, and it is for shapes that memory was kept."""
-    whole = Path(os.environ.get("KVLINE_TEST_MODEL") or engines.folder())
+    whole = Path(os.environ.get("KVLINE_TEST_MODEL") or demo_engines.folder())
     if not LAYERS:
         yield ["--model", str(whole)]
         return
@@ -73,7 +73,7 @@ def model() -> Iterator[list[str]]:
 def served(group: Path) -> Iterator[int]:
     """A server inside it, ready. -> its port"""
     port, internal = serving.free_port(), serving.free_port()
-    threads = os.environ.get("KVLINE_BENCH_THREADS", str(engines.THREADS))
+    threads = os.environ.get("KVLINE_BENCH_THREADS", str(demo_engines.THREADS))
     command = [sys.executable, "-m", "kvline_server", "serve", "--served-name", "m"]
     command += ["--port", str(port), "--internal-port", str(internal), "--threads", threads]
     command += ["--device", "cpu"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engines
+import demo_engines
 from paths import CACHE
 from record import ROOT, record, table
 from serving import free_port, running
@@ -71,7 +71,7 @@ def run() -> None:
     python = ensure_environment(CACHE / "lm-eval", ROOT / "requirements" / "lm-eval.txt", print)
     text = read()
     kinds = pairs(text)
-    asked: dict[str, Any] = {"model": str(engines.folder()), "max_length": MAX_LENGTH}
+    asked: dict[str, Any] = {"model": str(demo_engines.folder()), "max_length": MAX_LENGTH}
     asked["pairs"] = [pair for group in kinds.values() for pair in group]
     rng = random.Random(1)
     asked["texts"] = [text.part(text.anywhere(rng), tokens) for tokens in TEXTS]
@@ -92,7 +92,7 @@ def run() -> None:
 def read() -> Words:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     words = re.findall(r"\s*\S+", "\n\n".join(page.read_text() for page in pages))
-    ids = AutoTokenizer.from_pretrained(str(engines.folder()))(words)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(str(demo_engines.folder()))(words)["input_ids"]
     return Words(words, [len(i) for i in ids])
 
 
@@ -123,7 +123,7 @@ def scored(python: Path, asked: dict[str, Any]) -> dict[str, Any]:
         question, answer = Path(scratch, "asked.json"), Path(scratch, "answer.json")
         question.write_text(json.dumps(asked))
         command = [str(python), str(Path(__file__).with_name("lm_eval_run.py"))]
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(engines.THREADS)}
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(demo_engines.THREADS)}
         env.pop("PYTHONPATH", None)
         subprocess.run([*command, str(question), str(answer)], env=env, check=True)
         print(f"  lm-eval's {name}: {time.monotonic() - began:.0f} s", flush=True)

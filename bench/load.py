@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import client
-from client import Asked
+import raw_http
+from raw_http import Asked
 from shapes import SHAPES, write_config, write_tokenizer
 from workloads import WORKLOADS
 
@@ -30,7 +30,7 @@ def load(url: str, model: str, vocabulary: int, requests: int) -> float:
     made = workload.make(vocabulary)
     asked = [Asked([EDGE + (id + shift) % ids for id in p], o) for p, o in made]
     assert at.hostname and at.port
-    play = partial(client.play, at.port, stream=False, host=at.hostname, model=model)
+    play = partial(raw_http.play, at.port, stream=False, host=at.hostname, model=model)
     play(asked[:WARM_UP])
     answers = play(asked, temperature=workload.temperature)
     return sum(len(a.prompt) + a.output for a in asked) / max(a.ended for a in answers)

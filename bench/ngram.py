@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 
-import engines
+import demo_engines
 import pool
 from record import ROOT, record, table
 
@@ -24,7 +24,7 @@ PROMPTS = 4
 
 def repeated() -> list[list[int]]:
     """A passage and its beginning once more, which the model goes on with."""
-    ids = Tokens(engines.folder()).encode((ROOT / "LICENSE").read_text())
+    ids = Tokens(demo_engines.folder()).encode((ROOT / "LICENSE").read_text())
     passages = [ids[at : at + PASSAGE] for at in range(200, 200 + PROMPTS * PASSAGE, PASSAGE)]
     return [passage * 2 + passage[:8] for passage in passages]
 
@@ -70,7 +70,7 @@ def pairs(
 
 
 def run() -> None:
-    plain = engines.make()
+    plain = demo_engines.make()
     drafting = Engine(
         plain.executor, 32, 512, 8192, tuple(plain.eos_token_ids), draft_tokens=MAX_DRAFT_TOKENS
     )

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import engines
+import demo_engines
 from record import record, table
 
 LIMIT = 2 << 30
@@ -32,7 +32,7 @@ def size(*extra: str, patience: float | None = None) -> tuple[dict[str, Any], fl
     that others have read would be free for this container."""
     Path("/proc/sys/vm/drop_caches").write_text("1")
     started = time.perf_counter()
-    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(engines.folder())]
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(demo_engines.folder())]
     try:
         done = subprocess.run(
             [*command, "--json", *extra],

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import client
 import offline
 import peers
+import raw_http
 import torch
-from client import Asked
+from raw_http import Asked
 from record import record, table
 from shapes import SHAPES, write_config, write_tokenizer
 from workloads import WORKLOADS, Workload
@@ -126,6 +126,6 @@ def over_http(port: int, name: str, kind: str, fields: dict[str, Any]) -> float:
     played, shift = workload(kind), list(WAYS).index(kind)
     requests = played.make(SHAPES[name].vocabulary)
     asked = [Asked([id + shift for id in p], o) for p, o in requests]
-    client.play(port, asked[:8], **fields)
-    answers = client.play(port, asked, temperature=played.temperature, **fields)
+    raw_http.play(port, asked[:8], **fields)
+    answers = raw_http.play(port, asked, temperature=played.temperature, **fields)
     return sum(len(a.prompt) + a.output for a in asked) / max(a.ended for a in answers)

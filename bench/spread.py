@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import engines
+import demo_engines
 from record import record, table
 
 STARTS = int(os.environ.get("KVLINE_BENCH_STARTS", "4"))
@@ -49,7 +49,7 @@ def run() -> None:
     found: dict[str, list[int]] = {"alone": [], "beside a load": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "config.json").write_bytes((engines.folder() / "config.json").read_bytes())
+        (folder / "config.json").write_bytes((demo_engines.folder() / "config.json").read_bytes())
         for number in range(2 * STARTS):
             how = list(found)[number % 2]
             with beside(number % 2 * (os.cpu_count() or 1)):

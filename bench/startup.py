@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import engines
+import demo_engines
 import left
 import offline
 import peers
@@ -68,7 +68,7 @@ def run() -> None:
                     rows.append(without_length(label, folder, *words))
                     answer_longest(name)
     else:
-        rows += starts("smollm2", engines.folder(), "--memory", "2Gi")
+        rows += starts("smollm2", demo_engines.folder(), "--memory", "2Gi")
     head = ["model", "start", "seconds", "of them loop", "KV tokens", "source", "of a search"]
     table("From the command to Validated", head, rows)
 

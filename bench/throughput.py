@@ -6,7 +6,7 @@ import random
 import time
 from typing import Any
 
-import engines
+import demo_engines
 import pool
 import torch
 from record import record, table
@@ -34,8 +34,8 @@ def ours(engine: Engine, requests: list[Request]) -> float:
     pool.renew(engine)
     started = time.perf_counter()
     for id, (prompt, output) in enumerate(requests):
-        engine.submit(id, list(prompt), engines.greedy(output))
-    engines.drain(engine)
+        engine.submit(id, list(prompt), demo_engines.greedy(output))
+    demo_engines.drain(engine)
     return time.perf_counter() - started
 
 
@@ -65,9 +65,9 @@ def run() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    engine = engines.make()
+    engine = demo_engines.make()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        engines.folder(), dtype=torch.float32
+        demo_engines.folder(), dtype=torch.float32
     )
     rows = []
     for name, requests, bar in (("batch8-equal", equal(), 1.0), ("mixed-32", mixed(), 1.5)):

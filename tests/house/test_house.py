@@ -181,3 +181,5 @@ def test_a_file_of_tests_that_others_import_has_a_name_of_its_own() -> None:
         name: count for name, count in Counter(file.stem for file in files).items() if count > 1
     }
     assert names and not names & shared.keys()
+    bench = {file.stem for file in (ROOT / "bench").glob("[!_]*.py")}
+    assert bench and not bench & {file.stem for file in files}
