@@ -11,11 +11,11 @@ from __future__ import annotations
 import heapq
 import os
 import random
-import time
 from dataclasses import dataclass, field
 
 import offline
 import torch
+import watch
 from conversations import TURNS, size
 from record import record, table
 from shapes import SHAPES
@@ -72,11 +72,10 @@ def play(engine: Engine, played: list[Agent]) -> None:
     """All of them, the next turns of each once its last answer is there."""
     prompts: dict[int, list[int]] = {at: [] for at in range(len(played))}
     answers: dict[int, list[int]] = {}  # of the turns that are under way
-    due, step, printed = [(0, 0)], 0, time.monotonic()
+    due, step, pace = [(0, 0)], 0, watch.Pace()
     while due or answers:
-        if time.monotonic() > printed + 5:
-            printed, turns = time.monotonic(), sum(len(each.found) for each in played)
-            print(f"{turns} turns, {len(answers)} under way, {step} steps", flush=True)
+        turns = sum(len(each.found) for each in played)
+        pace.print(f"{turns} turns, {len(answers)} under way, {step} steps")
         if not answers:
             step = max(step, due[0][0])
         while due and due[0][0] <= step:

@@ -10,7 +10,7 @@ import torch
 from pairs import sequence
 
 from kvline_server.engine.batch import build
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.kernels.attention import PageTables
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.layout import Layout

@@ -12,8 +12,8 @@ import torch
 from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Work
 from kvline_server.engine.speculation import decode_rows
+from kvline_server.engine.work import Work
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.fp8 import FP8

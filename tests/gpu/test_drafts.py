@@ -16,7 +16,7 @@ from pairs import PAGES, captured, engine, forward, hidden, sides, slide, worker
 from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.arena import Scales
 from kvline_server.memory.caches import GroupPages, PageTable

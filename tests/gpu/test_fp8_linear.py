@@ -11,7 +11,7 @@ import torch
 from pairs import PAGES, engine, hidden, sequence, sides, worker
 from torch.nn.functional import rms_norm, silu
 
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.kernels import fp8, fp8_linear
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight
 from kvline_server.kernels.fp8_linear import SCALED, TILED

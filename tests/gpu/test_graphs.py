@@ -14,7 +14,7 @@ from pairs import GEMMA, captured, forward, sequence, sides, slide
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.memory.arena import Scales
 from kvline_server.model.config import Experts, ModelConfig
 from kvline_server.model.quantization import Quantization

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pairs import GEMMA, PAGES, hidden, sequence, sides
 
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import Alone
 from kvline_server.kernels.interface import Kernels

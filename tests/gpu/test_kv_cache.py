@@ -11,7 +11,7 @@ import torch
 from pairs import GEMMA, PAGES, engine, hidden, sequence, sides
 
 from kvline_server.engine.batch import build
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.attention import Heads, PageTables, SlotMapping
 from kvline_server.kernels.interface import Kernels

@@ -14,7 +14,7 @@ from oracle import attention, filled, near, planned, replayed
 from pairs import captured, forward, hidden, sequence, sides, slide
 
 from kvline_server.engine.batch import build
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.memory.arena import Scales
 from kvline_server.model.attention import Attention

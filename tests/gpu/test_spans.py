@@ -16,7 +16,7 @@ from pairs import GEMMA, captured, forward, hidden, sequence, sides
 from spanned import Prompt, spanned
 
 from kvline_server.engine.batch import build
-from kvline_server.engine.scheduler import Kind, Work
+from kvline_server.engine.work import Kind, Work
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.layout import Spans
 from kvline_server.memory.arena import Scales

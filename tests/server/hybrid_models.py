@@ -183,14 +183,17 @@ class Runner:
             states=StateLayout(1 + own, np.where(before > 0, 1 + own, DUMMY)),
         )
 
+    def inputs(self, work: Sequence[Work]) -> tuple[Layout, torch.Tensor, SlotMapping]:
+        """With the token ids of all rows."""
+        layout = self.layout(work)
+        ids = torch.tensor([token for each in work for token in each.tokens])
+        slots = torch.from_numpy(layout.groups[0].slots)
+        return layout, ids, SlotMapping(torch.from_numpy(layout.positions), slots)
+
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[torch.Tensor]:
         """Logits of every row, by the order of the work, in which decodes are first."""
-        layout = self.layout(work)
-        ids = torch.tensor([token for each in work for token in each.tokens])
-        mapping = SlotMapping(
-            torch.from_numpy(layout.positions), torch.from_numpy(layout.groups[0].slots)
-        )
+        layout, ids, mapping = self.inputs(work)
         every = torch.arange(len(ids))
         hidden = self.decoder.step(ids, [mapping], self.memories, layout, every)
         for each in work:

@@ -10,8 +10,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Speculation
+from kvline_server.engine.work import Work
 from kvline_server.memory.caches import Caches
 from kvline_server.memory.states import BOUNDARY, DUMMY_SLOT, StatePool, StateStep
 from kvline_server.sizing.settings import least_rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler
+from kvline_server.engine.work import Work
 
 
 def advance(scheduler: Scheduler, work: list[Work], done: list[int]) -> None:

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import SHARED_TABLES, Scheduler, Work
+from kvline_server.engine.scheduler import SHARED_TABLES, Scheduler
 from kvline_server.engine.speculation import accepted
+from kvline_server.engine.work import Work
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.arena import HostArena, KVShape
 from kvline_server.memory.caches import Caches

@@ -16,7 +16,6 @@ from hybrid_models import Runner, Work, build, on_two_ranks, save
 from safetensors.torch import load_file, save_file
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
-from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.state_shape import States
@@ -62,11 +61,7 @@ class Drafting(Runner):
     @torch.inference_mode()
     def both(self, work: Sequence[Work]) -> list[torch.Tensor]:
         """The head's logits of every row."""
-        layout = self.layout(work)
-        ids = torch.tensor([token for each in work for token in each.tokens])
-        own = SlotMapping(
-            torch.from_numpy(layout.positions), torch.from_numpy(layout.groups[0].slots)
-        )
+        layout, ids, own = self.inputs(work)
         *memories, memory = self.memories
         assert not isinstance(memory, States)
         every, made = torch.arange(len(ids)), self.decoder

@@ -19,8 +19,9 @@ from kvline_server.engine import ngrams
 from kvline_server.engine.batch import build
 from kvline_server.engine.ngrams import LONG, SHORT, Ngrams, table_bytes
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Kind, Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Speculation, accepted, decode_rows
+from kvline_server.engine.work import Kind, Work
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import GroupLayout
 from kvline_server.memory.caches import Caches, GroupPages, PageTable

@@ -15,7 +15,8 @@ from engines import engine, finish, greedy, spoil, worker
 from hybrid_models import build, save
 
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler
+from kvline_server.engine.work import Work
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.state_shape import States
 from kvline_server.memory.states import BOUNDARY

@@ -18,10 +18,11 @@ from simulated import SETTINGS
 from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import SHARED_TABLES, Kind, Work
+from kvline_server.engine.scheduler import SHARED_TABLES
 from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.engine.stress.steps import worst_params
+from kvline_server.engine.work import Kind, Work
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.kernels.attention import SHORT_CHUNKS, Attention
 from kvline_server.kernels.layout import GREEDY, Layout

@@ -14,13 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import (
-    PREFILL_PER_REQUEST,
-    SHARED_TABLES,
-    WAVE,
-    Scheduler,
-    Work,
-)
+from kvline_server.engine.scheduler import PREFILL_PER_REQUEST, SHARED_TABLES, WAVE, Scheduler
+from kvline_server.engine.work import Work
 from kvline_server.ipc.sampling_params import SamplingParams, ThinkingBudget
 from kvline_server.memory.caches import Caches
 from kvline_server.memory.pages import PAGE_SIZE, pages_for

@@ -30,8 +30,9 @@ from kvline_server.engine.encoding import Bounds, Encoding
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.pictures import Image, Pictures
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.stress.owners import StressSet
+from kvline_server.engine.work import Work
 from kvline_server.images.digests import digest
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.attention import SHORT_CHUNKS

@@ -199,7 +199,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--max-draft-sequences",
         type=number(1, 4096),
         help="with --speculation, of a model with recurrent layers: requests for all of whose "
-        "draft tokens there are states; default: --max-running-requests by --max-draft-tokens",
+        "draft tokens there are states; default: --max-running-requests divided by "
+        "--max-draft-tokens",
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import sampling_metadata
-from kvline_server.engine.scheduler import NO_DRAFTS, Kind, Work
+from kvline_server.engine.work import NO_DRAFTS, Kind, Work
 from kvline_server.kernels.layout import GroupLayout, Layout, Snapshots, StateLayout, starts
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.pages import PAGE_SIZE

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvline_server.engine.pictures import Image
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.work import Work
 from kvline_server.kernels.layout import ImageRows, Spans
 from kvline_server.memory.encoded import EncodedRows
 from kvline_server.parallel.executor import ImageEncoder

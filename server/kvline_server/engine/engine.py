@@ -21,8 +21,9 @@ from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.masks import Masks, Verdict
 from kvline_server.engine.pictures import Pictures
 from kvline_server.engine.request import Scores, Sequence
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Speculation, accepted, by_ngrams
+from kvline_server.engine.work import Work
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.ipc.messages import WRONG_PIXELS
 from kvline_server.ipc.sampling_params import SamplingParams

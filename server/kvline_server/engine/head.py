@@ -16,8 +16,9 @@ from kvline_server.engine import proposer
 from kvline_server.engine.batch import decode_layout
 from kvline_server.engine.proposer import FIRST_RATE, HORIZON_TOKENS, MOST_RATE, Proposer
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Speculation
+from kvline_server.engine.work import Work
 from kvline_server.worker.step import Drafting, HiddenStates
 
 ZEROS = 0  # the place of a hidden state that is not known

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvline_server.engine.batch import Rows
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import NO_DRAFTS
+from kvline_server.engine.work import NO_DRAFTS
 from kvline_server.grammars import matchers
 from kvline_server.grammars.matchers import Matchers
 from kvline_server.grammars.messages import Wanted

@@ -16,10 +16,7 @@ from collections.abc import Sequence as Items
 from kvline_server.engine.pictures import Image
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.speculation import Speculation
-from kvline_server.engine.work import NO_DRAFTS as NO_DRAFTS
-from kvline_server.engine.work import Images as Images
-from kvline_server.engine.work import Kind as Kind
-from kvline_server.engine.work import Work as Work
+from kvline_server.engine.work import NO_DRAFTS, Images, Kind, Work
 from kvline_server.memory.caches import Caches, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.states import BOUNDARY

@@ -123,9 +123,11 @@ class Plan:
     kept: torch.Tensor  # int64 [snapshots], the row behind which each is
     kept_slots: torch.Tensor  # int64 [snapshots]
     batches: tuple[Batch, ...]
-    # Rows of the step with a plan of their own, one after the other: int64 [own rows]. Empty: this
-    # plan is of them all.
-    parts: tuple[tuple[torch.Tensor, Plan], ...] = ()
+
+
+# Of a step that writes a state behind each row: rows with a plan of their own, int64 [own rows],
+# one part after the other.
+Parts = tuple[tuple[torch.Tensor, Plan], ...]
 
 
 class TorchRecurrent(Recurrent):
@@ -134,11 +136,10 @@ class TorchRecurrent(Recurrent):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def plan(self, sequences: Sequences) -> Plan:
-        made = self._plan(replace(sequences, each=None))
+    def plan(self, sequences: Sequences) -> Plan | Parts:
         if sequences.each is None:
-            return made
-        return replace(made, parts=tuple(self._parts(sequences, sequences.each)))
+            return self._plan(sequences)
+        return tuple(self._parts(sequences, sequences.each))
 
     def _parts(
         self, sequences: Sequences, each: NDArray[np.int64]
@@ -220,13 +221,13 @@ class TorchRecurrent(Recurrent):
         ba: torch.Tensor,
         layer: DeltaRule,
         states: States,
-        plan: Plan,
+        plan: Plan | Parts,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = layer.key_heads * layer.key_dim, layer.value_heads * layer.value_dim
-        if plan.parts:
+        if isinstance(plan, tuple):
             made = _out(qkv, values, out)
-            for rows, part in plan.parts:
+            for rows, part in plan:
                 made[rows] = self.delta_rule(qkv[rows], ba[rows], layer, states, part)
             return made
         mixed = convolve(qkv, layer.convolution, states.inputs, plan)
@@ -254,13 +255,13 @@ class TorchRecurrent(Recurrent):
         dt: torch.Tensor,
         layer: Scan,
         states: States,
-        plan: Plan,
+        plan: Plan | Parts,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         groups, width = layer.groups, layer.heads * layer.head_dim
-        if plan.parts:
+        if isinstance(plan, tuple):
             made = _out(xbc, width, out)
-            for rows, part in plan.parts:
+            for rows, part in plan:
                 made[rows] = self.scan(xbc[rows], dt[rows], layer, states, part)
             return made
         mixed = convolve(xbc, layer.convolution, states.inputs, plan)

@@ -185,13 +185,9 @@ class Worker:
                 if len(pages):
                     self.arena.clear(group, *self.kernels.upload(pages))
             for layout in drafting.layouts:
-                count, every = (
-                    layout.sequences,
-                    self.kernels.upload(
-                        layout.positions, *(group.slots for group in layout.groups)
-                    ),
-                )
-                mappings = [SlotMapping(every[0], slots) for slots in every[1:]]
+                count, written = layout.sequences, [group.slots for group in layout.groups]
+                positions, *placed = self.kernels.upload(layout.positions, *written)
+                mappings = [SlotMapping(positions, slots) for slots in placed]
                 given = ids[:count], hidden[:count], mappings, memory, layout
                 hidden = self.decoder.draft(*given)
                 ids = self._likeliest(hidden)

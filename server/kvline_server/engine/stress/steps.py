@@ -17,9 +17,9 @@ from msgspec import structs
 
 from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.engine.stress.bounds import Bounds, Span
 from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, masked, on_every_rank
+from kvline_server.engine.work import Kind, Work
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.kernels.layout import Spans
 from kvline_server.memory.caches import GroupPages, PageTable
